@@ -1,0 +1,87 @@
+# make tune    set up, then search kernels for this machine's CPU and call the operator with the plan found
+# make test    set up, then everything that CI checks
+# make help    the rest
+#
+# Needs: make, a C++ compiler, Python 3.10 or later with venv, and a package index that pip can reach.
+# Other choices: make PYTHON=/path/to/python3.12, make TORCH='torch==2.14.0', make VENV=/somewhere/else.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Without a GPU, torch 2.13.0, the version the tests are run with: an open range would fetch the newest torch with
+# several GB of CUDA libraries wherever the index has no CPU build. With PIP_EXTRA_INDEX_URL set to
+# https://download.pytorch.org/whl/cpu pip takes its CPU build there too. With a GPU, the build pip picks for it.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+TORCH ?= $(if $(filter-out 0,$(HAS_GPU)),torch>=2.6,torch==2.13.0)
+
+# The tests compile for sm_90a without a GPU; where there is no CUDA toolkit, nvcc comes as a wheel (130 MB).
+HAS_NVCC := $(shell command -v nvcc || ls "$$CUDA_HOME/bin/nvcc" /usr/local/cuda/bin/nvcc 2>/dev/null)
+comma := ,
+EXTRAS ?= dev$(if $(HAS_NVCC),,$(comma)cuda-compiler)
+
+# Progress bars for people, silence for logs.
+PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
+PYTEST_FLAGS ?=
+
+.PHONY: help setup tune test lint types verify unit format clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make tune    set up, then tune the CPU target'
+	@echo 'make test    set up, then lint, types, verify and unit'
+	@echo 'make setup   only the set-up, in $(VENV)'
+	@echo 'make lint    ruff: rules and format'
+	@echo 'make types   mypy on an installed copy'
+	@echo 'make verify  every shipped plan of the CPU target against the reference'
+	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
+	@echo 'make format  let ruff format and fix'
+	@echo 'make clean   remove what these commands made'
+
+tune: setup
+	@$(BIN)/kda-tl tune --gpu cpu
+
+test: lint types verify unit
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null || { \
+	  echo 'No C++ compiler found: TileLang builds CPU kernels with one. Install g++ (Debian, Ubuntu: apt install g++).' >&2; \
+	  exit 1; }
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10 python3.14); do \
+	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    echo "Setting up $(VENV) with $$("$$python" --version): some minutes the first time."; \
+	    exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo 'No Python 3.10 or later with venv found. Install one (Debian, Ubuntu: apt install python3-venv), or name it:' \
+	  'make PYTHON=/path/to/python3 ...' >&2; \
+	exit 1
+	@echo 'Installing $(TORCH)'
+	@$(PIP) install '$(TORCH)'
+	@echo 'Installing kda-tl and its dependencies ($(EXTRAS))'
+	@$(PIP) install -e '.[$(EXTRAS)]'
+	@touch $@
+
+lint: setup
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo 'Not formatted (see above, or ruff format --diff): make format' >&2; exit 1; }
+
+types: setup
+	@rm -rf build
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --target build/typed .
+	@$(BIN)/mypy build/typed/kda_tl
+
+verify: setup
+	@$(BIN)/kda-tl verify --gpu cpu
+
+unit: setup
+	@$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_FLAGS)
+
+format: setup
+	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis $(VENV)
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,350 @@
+"""The operator ``chunk_kda``: arguments in, validated problem, plan, kernels, results."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from kda_tl.device import Device, cpu_device, cuda_device
+from kda_tl.dispatch import DEFAULT_BT, Choice, choose, context, prepare
+from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.kernel import NAME_OF_DTYPE, Program
+from kda_tl.layout import dense_bounds, make_layout, packed_bounds
+from kda_tl.problem import LOWER_BOUND_RANGE, Problem
+from kda_tl.reference import recurrent_kda
+from kda_tl.stage import BT_CHOICES
+
+Tensor = torch.Tensor
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Kimi Delta Attention over whole sequences, chunk by chunk.
+
+        S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T,    o_t = scale * S_t^T q_t
+
+    Args:
+        q: queries, [B, T, H, K], bf16, fp16 or fp32; K at most 256.
+        k: keys, like q.
+        v: values, [B, T, HV, V], dtype of q; V at most 256, HV a multiple of H.
+        g: log decay in nats, [B, T, HV, K], bf16, fp16 or fp32; with ``use_gate_in_kernel`` the raw gate.
+        beta: step size, [B, T, HV], bf16, fp16 or fp32; with ``use_beta_sigmoid_in_kernel`` its logit.
+        scale: factor of q, K ** -0.5 unless given.
+        initial_state: fp32 [N, HV, K, V] ([N, HV, V, K] with ``state_v_first``), N sequences; zeros unless given.
+        output_final_state: also return the state after the last token.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) over K.
+        use_gate_in_kernel: log decay = -exp(A_log) * softplus(g + dt_bias), or, with ``lower_bound``,
+            lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: step size = sigmoid(beta).
+        allow_neg_eigval: step size = 2 * sigmoid(beta).
+        safe_gate: the caller promises log decays in [-5, 0); needs ``lower_bound`` if the gate is computed here.
+        lower_bound: of the log decay in nats, in [-5, 0).
+        A_log: [HV] float; may be missing if ``lower_bound`` is given.
+        dt_bias: [HV * K] or [HV, K] float, zero unless given.
+        state_v_first: states are [V, K].
+        cu_seqlens: int32 or int64 [N + 1], bounds of packed sequences, which may be empty; B must be 1.
+        cu_seqlens_cpu: the same on the host; without it, a device ``cu_seqlens`` is read back once, when first seen.
+        return_intermediate_states: also return the state before each chunk, in the dtype of q, with chunks of
+            ``chunk_size`` (64 unless given) tokens.
+        chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given.
+
+    Returns:
+        (o, final_state), and the intermediate states third if asked for. o: [B, T, HV, V], dtype of q.
+        final_state: fp32, like initial_state, or None. Intermediate states: [B, chunks, HV, K, V]
+        ([B, chunks, HV, V, K] with ``state_v_first``), B = 1 and all sequences' chunks in order if packed.
+
+    Raises:
+        InputError: an argument cannot be used; the message says what to pass instead.
+        UnsupportedError: gradients are needed: there is no backward yet.
+        CompileError: a kernel does not compile on this device.
+
+    Source: Kimi Linear, arXiv:2510.26692; names and semantics of FLA v0.6.0 ``fla.ops.kda.chunk_kda``.
+    """
+    arguments = locals()
+    ready = _prepare(arguments)
+    if ready.program is None or ready.problem.tokens == 0:
+        return _run_reference(ready, arguments)
+    if q.is_cuda and torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return _run(ready, ready.program, arguments)
+    return _run(ready, ready.program, arguments)
+
+
+def explain(*args: Any, **kwargs: Any) -> Choice:
+    """Which plan a call of :func:`chunk_kda` with these arguments runs, where it comes from and why.
+
+    Nothing is compiled or run. ``print`` the result, or read its ``plan``, ``step``, ``source`` and ``reason``.
+
+    Raises:
+        InputError: as chunk_kda.
+    """
+    import inspect
+
+    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    bound.apply_defaults()
+    bounds = _token_bounds(bound.arguments)
+    problem, device, chunk_size = _parse(bound.arguments, bounds)
+    return choose(problem, device, chunk_size)
+
+
+class _Ready(NamedTuple):
+    """What a call needs besides its tensors; the same for all calls of one signature."""
+
+    problem: Problem
+    choice: Choice
+    program: Program | None
+    bounds: tuple[int, ...]
+    scale: float
+    lower_bound: float
+
+
+_TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+_FLAGS = (
+    "scale",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "lower_bound",
+    "state_v_first",
+    "return_intermediate_states",
+    "chunk_size",
+)
+_ready: dict[tuple[Any, ...], _Ready] = {}
+_READY_LIMIT = 4096
+
+
+def _prepare(a: dict[str, Any]) -> _Ready:
+    """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
+    try:
+        tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in _TENSORS]
+        key = (*tensors, *[a[name] for name in _FLAGS], _token_bounds(a), context())
+        found = _ready.get(key)
+    except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it
+        _check_tensors(a)
+        raise
+    if found is None:
+        problem, device, chunk_size = _parse(a, key[-2])
+        choice, program = prepare(problem, device, chunk_size)
+        found = _Ready(
+            problem=problem,
+            choice=choice,
+            program=program,
+            bounds=key[-2],
+            scale=problem.K**-0.5 if a["scale"] is None else float(a["scale"]),
+            lower_bound=-5.0 if a["lower_bound"] is None else float(a["lower_bound"]),
+        )
+        if len(_ready) >= _READY_LIMIT:
+            _ready.clear()
+        _ready[key] = found
+    if torch.is_grad_enabled():
+        _check_gradients(a)
+    return found
+
+
+def _token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
+    """Where sequences begin and end among the flattened tokens."""
+    if a["cu_seqlens"] is None:
+        if a["cu_seqlens_cpu"] is not None:
+            raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
+        return dense_bounds(a["q"].shape[0], a["q"].shape[1])
+    _check_tensors(a)
+    if a["q"].shape[0] != 1:
+        raise InputError(f"cu_seqlens needs B=1, got B={a['q'].shape[0]}: flatten the batch into the tokens.")
+    return packed_bounds(a["cu_seqlens"], a["cu_seqlens_cpu"], a["q"].shape[1])
+
+
+def _run(ready: _Ready, program: Program, a: dict[str, Any]) -> Any:
+    """Launches the kernels; nothing here waits for the device."""
+    q, p = a["q"], ready.problem
+    layout = make_layout(ready.bounds, program.plan.BT, q.device)
+    tensors = {name: _aligned(a[name]).flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+    tensors["A_log"] = _parameter(a["A_log"]) if p.has_A_log else None
+    tensors["dt_bias"] = _parameter(a["dt_bias"]).view(p.HV, p.K) if p.has_dt_bias else None
+    tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
+    tensors["chunk_tokens"], tensors["seq_chunks"] = layout.chunk_tokens, layout.seq_chunks
+    tensors["scale"], tensors["lower_bound"] = ready.scale, ready.lower_bound
+    out = program.run(tensors, {"tokens": p.tokens, "NT": layout.NT, "N": layout.N}, q.device)
+    o = out["o"].view(a["v"].shape)
+    if o.dtype != q.dtype:  # the CPU target computes in fp32
+        o = o.to(q.dtype)
+    if not a["return_intermediate_states"]:
+        return o, out["ht"]
+    h = out["h"].to(q.dtype).unflatten(0, (q.shape[0], -1))[..., : p.K, : p.V]
+    return o, out["ht"], h.transpose(-1, -2) if p.state_v_first else h
+
+
+def _run_reference(ready: _Ready, a: dict[str, Any]) -> Any:
+    """The recurrence in plain PyTorch: where no compiler was found, and for calls without tokens."""
+    p = ready.problem
+    if ready.program is None:
+        _warn_reference(ready.choice.reason)
+    if a["return_intermediate_states"]:
+        raise UnsupportedError(
+            "the reference path has no chunks, so no intermediate states: install a compiler (see `kda-tl doctor`)."
+        )
+    o, state = recurrent_kda(
+        *(a[name] for name in ("q", "k", "v", "g", "beta")),
+        scale=ready.scale,
+        initial_state=a["initial_state"],
+        gate=p.gate,
+        A_log=a["A_log"] if p.has_A_log else None,
+        dt_bias=a["dt_bias"] if p.has_dt_bias else None,
+        lower_bound=ready.lower_bound,
+        beta_mode=p.beta,
+        use_l2norm=p.l2norm,
+        state_v_first=p.state_v_first,
+        cu_seqlens=torch.tensor(ready.bounds) if p.varlen else None,
+        dtype=torch.float32,
+    )
+    return o.to(a["q"].dtype), state if p.final_state else None
+
+
+_warned: set[str] = set()
+
+
+def _warn_reference(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"chunk_kda is slow here: {reason}.", KdaTlWarning, stacklevel=4)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous and on a 16-byte boundary, as vector loads need; a copy only where it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _parameter(x: Tensor) -> Tensor:
+    return _aligned(x.detach().float())
+
+
+def _parse(a: dict[str, Any], bounds: tuple[int, ...]) -> tuple[Problem, Device, int | None]:
+    """Validates the arguments of chunk_kda; see there. Returns the problem, its device and the chunk size asked for."""
+    _check_tensors(a)
+    _check_flags(a)
+    _check_shapes(a)
+    q, v, packed = a["q"], a["v"], a["cu_seqlens"] is not None
+    use_gate = a["use_gate_in_kernel"]
+    problem = Problem(
+        H=q.shape[2],
+        HV=v.shape[2],
+        K=q.shape[3],
+        V=v.shape[3],
+        tokens=q.shape[0] * q.shape[1],
+        sequences=len(bounds) - 1,
+        longest=max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)),
+        dtype=NAME_OF_DTYPE[q.dtype],
+        g_dtype=NAME_OF_DTYPE[a["g"].dtype],
+        beta_dtype=NAME_OF_DTYPE[a["beta"].dtype],
+        gate="log" if not use_gate else "softplus" if a["lower_bound"] is None else "safe",
+        has_A_log=use_gate and a["A_log"] is not None,
+        has_dt_bias=use_gate and a["dt_bias"] is not None,
+        beta=("sigmoid2" if a["allow_neg_eigval"] else "sigmoid") if a["use_beta_sigmoid_in_kernel"] else "plain",
+        l2norm=bool(a["use_qk_l2norm_in_kernel"]),
+        varlen=packed,
+        initial_state=a["initial_state"] is not None,
+        final_state=bool(a["output_final_state"]),
+        state_v_first=bool(a["state_v_first"]),
+    )
+    _check_state(a["initial_state"], problem)
+    device = cuda_device(q.device.index or 0) if q.is_cuda else cpu_device()
+    return problem, device, a["chunk_size"] or (DEFAULT_BT if a["return_intermediate_states"] else None)
+
+
+def _check_tensors(a: dict[str, Any]) -> None:
+    q = a["q"]
+    for name, rank in (("q", 4), ("k", 4), ("v", 4), ("g", 4), ("beta", 3)):
+        x = a[name]
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+        if x.dim() != rank:
+            shape = "[B, T, HV]" if name == "beta" else "[B, T, heads, channels]"
+            raise InputError(f"{name} must have {rank} dimensions, {shape}; got shape {list(x.shape)}.")
+        if x.dtype not in NAME_OF_DTYPE:
+            raise InputError(
+                f"{name} must be bfloat16, float16 or float32, got {x.dtype}"
+                " (kda_tl.reference.recurrent_kda computes in float64)."
+            )
+    for name in ("k", "v"):
+        if a[name].dtype != q.dtype:
+            raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {a[name].dtype}: cast it.")
+    if q.device.type not in ("cpu", "cuda"):
+        raise InputError(f"tensors must be on a CUDA device or the CPU, got {q.device}.")
+    for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"):
+        x = a[name]
+        if x is not None and x.device != q.device:
+            raise InputError(f"{name} is on {x.device} but q is on {q.device}: move them to one device.")
+
+
+def _check_gradients(a: dict[str, Any]) -> None:
+    needing = [name for name in _TENSORS if a[name] is not None and a[name].requires_grad]
+    if needing:
+        raise UnsupportedError(
+            f"{', '.join(needing)} require gradients, and chunk_kda has no backward yet:"
+            " call it under torch.no_grad() or torch.inference_mode()."
+        )
+
+
+def _check_flags(a: dict[str, Any]) -> None:
+    use_gate, lower_bound = a["use_gate_in_kernel"], a["lower_bound"]
+    low, high = LOWER_BOUND_RANGE
+    if use_gate and a["safe_gate"] and lower_bound is None:
+        raise InputError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, for example -5.0.")
+    if lower_bound is not None and not low <= lower_bound < high:
+        raise InputError(f"lower_bound must be in [{low:g}, {high:g}), got {lower_bound}: pass for example -5.0.")
+    if use_gate and lower_bound is None and a["A_log"] is None:
+        raise InputError("use_gate_in_kernel=True needs A_log of shape [HV], or a lower_bound.")
+    if a["allow_neg_eigval"] and not a["use_beta_sigmoid_in_kernel"]:
+        raise InputError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True: it doubles that sigmoid.")
+    if a["chunk_size"] is not None and a["chunk_size"] not in BT_CHOICES:
+        raise InputError(f"chunk_size must be one of {sorted(BT_CHOICES)} or None, got {a['chunk_size']}.")
+
+
+def _check_shapes(a: dict[str, Any]) -> None:
+    B, T, H, K = a["q"].shape
+    HV, V = a["v"].shape[2:]
+    for name, shape in (("k", (B, T, H, K)), ("v", (B, T, HV, V)), ("g", (B, T, HV, K)), ("beta", (B, T, HV))):
+        if tuple(a[name].shape) != shape:
+            raise InputError(f"{name} must have the shape {list(shape)}, got {list(a[name].shape)}.")
+    for name, numel, shape_text in (("A_log", HV, "[HV]"), ("dt_bias", HV * K, "[HV * K]")):
+        x = a[name]
+        if x is not None and (x.numel() != numel or not x.is_floating_point()):
+            raise InputError(f"{name} must be a float tensor {shape_text} of {numel} elements, got {list(x.shape)}.")
+
+
+def _check_state(state: Tensor | None, p: Problem) -> None:
+    if state is None:
+        return
+    shape = (p.sequences, p.HV, *((p.V, p.K) if p.state_v_first else (p.K, p.V)))
+    if tuple(state.shape) != shape or state.dtype != torch.float32:
+        layout = "[N, HV, V, K]" if p.state_v_first else "[N, HV, K, V]"
+        raise InputError(
+            f"initial_state must be float32 {layout} = {list(shape)}, got {state.dtype} {list(state.shape)}."
+        )

@@ -1,0 +1,116 @@
+"""Where kernels run: capabilities that code asks for, and the slug under which tuning records are kept.
+
+No code branches on a GPU's name; aliases such as ``h100`` are data in ``tuning_db/gpus.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A compilation and execution target.
+
+    Attributes:
+        kind: "cuda" or "cpu".
+        slug: normalised product name, the folder in tuning_db: ``nvidia_h200``, ``cpu``.
+        arch: compiler architecture: ``sm_90a``, or the processor's (``x86_64``).
+        sm: compute capability times ten (90), 0 on a CPU.
+        num_sms: multiprocessors (on a CPU: 1, the C target runs on one core).
+        smem_bytes: shared memory one thread block may use.
+    """
+
+    kind: str
+    slug: str
+    arch: str
+    sm: int
+    num_sms: int
+    smem_bytes: int
+
+    @property
+    def target(self) -> Any:
+        """What ``tilelang.compile`` takes as target."""
+        return "c" if self.kind == "cpu" else {"kind": "cuda", "arch": self.arch}
+
+
+def normalise_gpu_name(name: str) -> str:
+    """``NVIDIA H200`` -> ``nvidia_h200``: lower case, runs of other characters become one underscore."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def cuda_arch(major: int, minor: int) -> str:
+    """Compiler architecture of a compute capability; Hopper and later need the ``a`` for their own instructions."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def cpu_device() -> Device:
+    """TileLang's C target on this processor."""
+    return Device(kind="cpu", slug="cpu", arch=platform.machine(), sm=0, num_sms=1, smem_bytes=0)
+
+
+@functools.cache
+def cuda_device(index: int = 0) -> Device:
+    """The CUDA device of an index, asked of the driver once."""
+    import torch
+
+    props = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        slug=normalise_gpu_name(props.name),
+        arch=cuda_arch(props.major, props.minor),
+        sm=props.major * 10 + props.minor,
+        num_sms=props.multi_processor_count,
+        smem_bytes=getattr(props, "shared_memory_per_block_optin", 48 * 1024),
+    )
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The device a tensor lives on."""
+    if tensor.is_cuda:
+        return cuda_device(tensor.device.index or 0)
+    return cpu_device()
+
+
+def current_device() -> Device:
+    """The GPU if there is one, else the CPU."""
+    import torch
+
+    return cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else cpu_device()
+
+
+def find_compiler(device: Device) -> str | None:
+    """Path of the compiler that builds kernels for a device, or None.
+
+    For CUDA: ``$CUDA_HOME/bin/nvcc``, ``nvcc`` on the PATH, or the ``nvidia-cuda-nvcc`` wheel. For the CPU: a C++
+    compiler (``$CXX``, ``g++``, ``clang++``), which is what TileLang calls for its C target.
+    """
+    return _find_nvcc() if device.kind == "cuda" else _find_host_compiler()
+
+
+def _find_host_compiler() -> str | None:
+    import shutil
+
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def _find_nvcc() -> str | None:
+    import importlib.util
+    import shutil
+
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    candidates = [os.path.join(home, "bin", "nvcc") for home in homes if home]
+    candidates.append(shutil.which("nvcc") or "")
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        candidates += [os.path.join(root, sub, "bin", "nvcc") for sub in ("cu13", "cuda_nvcc")]
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)

@@ -1,0 +1,200 @@
+"""Trial journal: one JSON line for every finished measurement, so that no measurement is ever made twice.
+
+The journal is read by the tuner (resume, replay) and by reports, never on the call path. Nothing in a file is
+rewritten: a line is appended in one write under a lock, then synced, so a killed process costs at most the line it was
+writing, and a torn line costs only itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from kda_tl.errors import DatabaseError, InputError, KdaTlWarning
+
+SCHEMA = "kda_tl.trial/1"
+STATUSES = ("ok", "rejected", "compile", "wrong", "crash", "timeout", "slow")
+_LOCK_TIMEOUT_S = 60.0
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One finished measurement, as stored.
+
+    Attributes:
+        study: what was searched: GPU slug, stage, case key and template hash, in one string.
+        config: field values of the config.
+        status: "ok"; "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
+            "timeout", or "slow" (dropped after a few repetitions, so never a winner).
+        reason: why the status is not "ok", one sentence.
+        median_us: what the search minimises; None unless "ok" or "slow".
+        samples_us: raw repetitions.
+        check: result of the comparison with the reference, e.g. max_rel_err and tolerance.
+        date: when the measurement ended, UTC, ISO 8601.
+        extra: anything a report may want (clocks, registers, spills).
+        schema: version of this record.
+
+    Raises:
+        InputError: the status is unknown, or it is "ok" without a positive, finite median.
+    """
+
+    study: str
+    config: Mapping[str, Any]
+    status: str
+    reason: str = ""
+    median_us: float | None = None
+    samples_us: tuple[float, ...] = ()
+    check: Mapping[str, Any] = field(default_factory=dict)
+    date: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    schema: str = SCHEMA
+
+    def __post_init__(self) -> None:
+        require_status(self.status, self.median_us)
+        object.__setattr__(self, "samples_us", tuple(self.samples_us))
+        if not self.date:
+            object.__setattr__(self, "date", datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    def to_line(self) -> str:
+        """The record as one line of strict JSON (non-finite floats become "nan", "inf", "-inf")."""
+        return json.dumps(_encode(asdict(self)), allow_nan=False, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Trial:
+        """Reads what :meth:`to_line` wrote; unknown keys are ignored.
+
+        Raises:
+            ValueError: the line is not a trial of this schema.
+        """
+        record = json.loads(line)
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+            raise ValueError(f"not a {SCHEMA} record")
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        if not (isinstance(known.get("study"), str) and isinstance(known.get("config"), dict)):
+            raise ValueError("study or config is missing")
+        for name in ("samples_us", "check", "extra"):
+            if name in known:
+                known[name] = _decode(known[name])
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def require_status(status: str, median_us: float | None) -> None:
+    """Raises InputError unless the status is known and an "ok" one comes with a positive, finite median."""
+    if status not in STATUSES:
+        raise InputError(f"status must be one of {', '.join(STATUSES)}, got {status!r}.")
+    usable = status != "ok" if median_us is None else math.isfinite(median_us) and median_us > 0
+    if not usable:
+        raise InputError(f"median_us must be positive and finite where status is {status!r}, got {median_us!r}.")
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # A measurement is worth more than its type: scalars of torch and numpy have item(), the rest is kept as text.
+    return _encode(value.item()) if hasattr(value, "item") else str(value)
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+class Journal:
+    """A file of trials, appended by any number of processes.
+
+    Args:
+        path: the file; it and its folder are made by the first append.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def trials(self, study: str | None = None) -> list[Trial]:
+        """Trials in the order they were appended.
+
+        A line that cannot be read (torn by a kill, or of another schema) is skipped with a warning.
+
+        Args:
+            study: keep only the trials of this study.
+
+        Raises:
+            DatabaseError: the file exists but cannot be read.
+        """
+        return [trial for trial in self._read() if study is None or trial.study == study]
+
+    def append(self, trial: Trial) -> None:
+        """Stores a trial; when this returns, the line is on the disk.
+
+        Raises:
+            DatabaseError: the file cannot be written.
+        """
+        from filelock import FileLock, Timeout
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock", timeout=_LOCK_TIMEOUT_S):
+                _append_bytes(self.path, trial.to_line().encode())
+        except Timeout as error:
+            raise DatabaseError(f"another process holds {error.lock_file} for over {_LOCK_TIMEOUT_S:.0f} s.") from error
+        except OSError as error:
+            raise DatabaseError(
+                f"cannot write the trial journal {self.path}: {error}. Pass a path that can be written."
+            ) from error
+
+    def _read(self) -> Iterator[Trial]:
+        try:
+            lines = self.path.read_bytes().decode(errors="replace").split("\n")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DatabaseError(f"cannot read the trial journal {self.path}: {error}.") from error
+        skipped = []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield Trial.from_line(line)
+            except ValueError:  # InputError and JSONDecodeError are ValueErrors too
+                skipped.append(number)
+        if skipped:
+            warnings.warn(
+                f"{self.path}: ignored {len(skipped)} unreadable line(s), the first is line {skipped[0]} "
+                f"(a killed process tore it, or another version wrote it).",
+                KdaTlWarning,
+                stacklevel=3,
+            )
+
+
+def _append_bytes(path: Path, line: bytes) -> None:
+    """Appends one line with one write; a torn last line is ended first, so that it spoils only itself."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes fit on the disk")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,161 @@
+"""The numbers that decide a plan: one frozen, self-validating record, independent of any tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kda_tl.errors import InputError
+
+DTYPES = ("bf16", "fp16", "fp32")
+GATES = ("log", "softplus", "safe")
+BETAS = ("plain", "sigmoid", "sigmoid2")
+MAX_HEAD_DIM = 256
+LOWER_BOUND_RANGE = (-5.0, 0.0)  # FLA's range: 16 tokens of exp(-5) still fit an fp32 exponent
+
+
+def pad_dim(dim: int) -> int:
+    """Width of a head dimension in intermediates: the next multiple of 32, zero filled.
+
+    The matrix unit's tiles and 16-byte accesses then never see an odd width; only the stages that read the
+    caller's tensors or write results know the true one.
+    """
+    return -(-dim // 32) * 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call of an operator, as far as it can influence which kernels run.
+
+    Attributes:
+        H: number of query/key heads.
+        HV: number of value heads, a multiple of H (grouped value attention if larger).
+        K: key head dimension, 1 to 256.
+        V: value head dimension, 1 to 256.
+        tokens: total tokens, B * T.
+        sequences: number of sequences, B, or len(cu_seqlens) - 1.
+        longest: tokens of the longest sequence.
+        dtype: element type of q, k, v and o: bf16, fp16 or fp32.
+        gate: "log" (g is the log decay), "softplus" (-exp(A_log) * softplus(g + dt_bias)) or
+            "safe" (lower_bound * sigmoid(exp(A_log) * (g + dt_bias))).
+        has_A_log: A_log is given (always, for "softplus").
+        has_dt_bias: dt_bias is given.
+        beta: "plain", "sigmoid" or "sigmoid2" (2 * sigmoid).
+        l2norm: q and k are normalised over K in the kernels.
+        varlen: sequences are packed by cu_seqlens.
+        initial_state: a state before the first token is given.
+        final_state: the state after the last token is returned.
+        state_v_first: states are [V, K] instead of [K, V].
+        g_dtype: element type of g.
+        beta_dtype: element type of beta.
+
+    Raises:
+        InputError: a field is outside its range.
+    """
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    tokens: int
+    sequences: int = 1
+    longest: int = 0
+    dtype: str = "bf16"
+    gate: str = "log"
+    has_A_log: bool = False
+    has_dt_bias: bool = False
+    beta: str = "plain"
+    l2norm: bool = False
+    varlen: bool = False
+    initial_state: bool = False
+    final_state: bool = False
+    state_v_first: bool = False
+    g_dtype: str = ""
+    beta_dtype: str = ""
+    operator: str = "chunk_kda"
+    direction: str = "fwd"
+
+    def __post_init__(self) -> None:
+        set_default = object.__setattr__
+        if not self.longest:
+            set_default(self, "longest", -(-self.tokens // max(self.sequences, 1)))
+        if not self.g_dtype:
+            set_default(self, "g_dtype", self.dtype)
+        if not self.beta_dtype:
+            set_default(self, "beta_dtype", self.dtype)
+        for name in ("H", "HV", "K", "V"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("K", "V"):
+            if getattr(self, name) > MAX_HEAD_DIM:
+                raise InputError(
+                    f"head dimension {name}={getattr(self, name)} is not supported: pass {MAX_HEAD_DIM} or less."
+                )
+        if self.HV % self.H:
+            raise InputError(
+                f"HV={self.HV} value heads cannot share H={self.H} query/key heads: make HV a multiple of H."
+            )
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("g_dtype", DTYPES),
+            ("beta_dtype", DTYPES),
+            ("gate", GATES),
+            ("beta", BETAS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if self.gate == "softplus" and not self.has_A_log:
+            raise InputError("the softplus gate needs A_log: pass A_log of shape [HV], or a lower_bound.")
+
+    @property
+    def group(self) -> int:
+        """Value heads per query/key head."""
+        return self.HV // self.H
+
+    @property
+    def KP(self) -> int:
+        """K as stored in intermediates."""
+        return pad_dim(self.K)
+
+    @property
+    def VP(self) -> int:
+        """V as stored in intermediates."""
+        return pad_dim(self.V)
+
+    @property
+    def bounded_gate(self) -> bool:
+        """True if no token's log decay is below -5 nats, by construction of the gate."""
+        return self.gate == "safe"
+
+    @property
+    def key(self) -> str:
+        """Readable name, e.g. ``chunk_kda-fwd-H32-HV32-K128-V128-bf16-safe-n1-tokens8192``."""
+        flags = [
+            name
+            for name, on in (
+                ("l2norm", self.l2norm),
+                (self.beta, self.beta != "plain"),
+                ("varlen", self.varlen),
+                ("h0", self.initial_state),
+                ("ht", self.final_state),
+                ("vk", self.state_v_first),
+            )
+            if on
+        ]
+        parts = [
+            self.operator,
+            self.direction,
+            f"H{self.H}",
+            f"HV{self.HV}",
+            f"K{self.K}",
+            f"V{self.V}",
+            self.dtype,
+            self.gate,
+            *flags,
+            f"n{self.sequences}",
+            f"tokens{self.tokens}",
+        ]
+        return "-".join(parts)
+
+    def without_lengths(self) -> Problem:
+        """The part of the problem that kernels are specialised for: lengths and batch are run-time values."""
+        return replace(self, tokens=0, sequences=0, longest=0, varlen=False)

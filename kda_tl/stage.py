@@ -1,0 +1,223 @@
+"""Vocabulary of the templates: configs whose space is their type, stages with named tensors, plans.
+
+Everything here is frozen data; nothing imports torch or tilelang.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from kda_tl.device import Device
+from kda_tl.errors import InputError
+from kda_tl.problem import Problem
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+BT_CHOICES = (64, 32, 16)
+BC_CHOICES = (16, 8)
+
+
+def axis(default: Any, *choices: Any) -> Any:
+    """Declares one tunable field of a config: the default first, then every choice."""
+    if default not in choices:
+        raise ValueError(f"default {default!r} is not among the choices {choices!r}")
+    return field(default=default, metadata={"choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a stage's kernel is built for: a problem, the chunk geometry and the device.
+
+    Attributes:
+        problem: the problem; kernels ignore its lengths.
+        device: where the kernel runs.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk; divides BT.
+    """
+
+    problem: Problem
+    device: Device
+    BT: int
+    BC: int
+
+    def __post_init__(self) -> None:
+        if self.BT not in BT_CHOICES or self.BC not in BC_CHOICES or self.BT % self.BC:
+            raise InputError(f"BT={self.BT}, BC={self.BC}: BT must be one of {BT_CHOICES}, BC of {BC_CHOICES}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One point of a stage's search space. Subclasses declare fields with :func:`axis`."""
+
+    @classmethod
+    def axes(cls) -> dict[str, tuple[Any, ...]]:
+        """Choices by field name."""
+        return {f.name: f.metadata["choices"] for f in fields(cls)}
+
+    @classmethod
+    def space(cls: type[ConfigT]) -> Iterator[ConfigT]:
+        """Every point of the space, valid or not, in a fixed order."""
+        axes = cls.axes()
+        for values in itertools.product(*axes.values()):
+            yield cls(**dict(zip(axes, values, strict=True)))
+
+    @classmethod
+    def size(cls) -> int:
+        """Number of points in the space."""
+        return math.prod(len(choices) for choices in cls.axes().values())
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+        """Builds a config from stored values.
+
+        Raises:
+            InputError: a field is missing, unknown, or has a value that is not among its choices.
+        """
+        axes = cls.axes()
+        if set(values) != set(axes):
+            raise InputError(f"{cls.__name__} has the fields {sorted(axes)}, got {sorted(values)}.")
+        for name, value in values.items():
+            if value not in axes[name]:
+                raise InputError(f"{cls.__name__}.{name} must be one of {axes[name]}, got {value!r}.")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field values, for records."""
+        return asdict(self)
+
+    def neighbours(self: ConfigT) -> Iterator[ConfigT]:
+        """Every config that differs in exactly one field."""
+        for name, choices in self.axes().items():
+            for choice in choices:
+                if choice != getattr(self, name):
+                    yield type(self)(**{**asdict(self), name: choice})
+
+    def reject(self, case: Case) -> str | None:
+        """A sentence that says why this config cannot run the case, or None. The one statement of constraints."""
+        return None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and presence of one named tensor of a stage.
+
+    Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``f32``, ``i32``),
+    and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist.
+    """
+
+    dims: tuple[str, ...]
+    dtype: str
+    when: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Parses the notation above."""
+        body, _, when = text.partition("?")
+        dims, _, dtype = body.partition(":")
+        return cls(dims=tuple(dims.split()), dtype=dtype.strip(), when=when.strip() or None)
+
+    def present(self, problem: Problem) -> bool:
+        """Whether the tensor exists for a problem."""
+        return self.when is None or bool(getattr(problem, self.when))
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes of the dimensions; a dimension may be a number, a name, or ``name+1``."""
+        return tuple(_size(dim, sizes) for dim in self.dims)
+
+    def element(self, problem: Problem) -> str:
+        """Element type: bf16, fp16, fp32 or i32."""
+        by_role = {"io": problem.dtype, "g": problem.g_dtype, "beta": problem.beta_dtype, "f32": "fp32", "i32": "i32"}
+        return by_role[self.dtype]
+
+
+def _size(dim: str, sizes: Mapping[str, int]) -> int:
+    if dim.isdigit():
+        return int(dim)
+    name, _, extra = dim.partition("+")
+    return sizes[name] + (int(extra) if extra else 0)
+
+
+def static_sizes(case: Case) -> dict[str, int]:
+    """Dimensions known when a kernel is built."""
+    p = case.problem
+    return {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "KP": p.KP, "VP": p.VP, "BT": case.BT, "BC": case.BC}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Floors of one launch: what must move through device memory, and what must be computed."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One kernel launch in a pass.
+
+    Attributes:
+        name: file name of the template.
+        inputs: tensor name -> spec notation, in the order of the kernel's parameters.
+        outputs: the same, for what the stage writes; they follow the inputs.
+        scalars: float parameters, last.
+        config: the search space.
+        build: ``(case, config) -> tilelang PrimFunc``.
+        reference: plain PyTorch twin: keyword tensors and scalars, ``case`` first; returns a dict of outputs.
+        default: ``case -> config`` when nothing is tuned.
+        cost: ``(case, sizes) -> Cost`` with sizes holding tokens, NT and N as well.
+        tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
+    """
+
+    name: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    scalars: tuple[str, ...] = ()
+    config: type[Config]
+    build: Callable[[Case, Any], Any]
+    reference: Callable[..., dict[str, Any]]
+    default: Callable[[Case], Config]
+    cost: Callable[[Case, Mapping[str, int]], Cost]
+    tolerance: Mapping[str, float]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Parsed specs of all tensors, inputs first."""
+        return {name: TensorSpec.parse(text) for name, text in {**self.inputs, **self.outputs}.items()}
+
+    def candidates(self, case: Case) -> Iterator[Config]:
+        """Every config of the space that the case does not reject."""
+        return (config for config in self.config.space() if config.reject(case) is None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What runs: a pipeline, the chunk geometry, and one config a stage.
+
+    Attributes:
+        pipeline: name of the pipeline.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk.
+        stages: (stage name, config) pairs in launch order.
+    """
+
+    pipeline: str
+    BT: int
+    BC: int
+    stages: tuple[tuple[str, Config], ...]
+
+    def config(self, stage: str) -> Config:
+        """The config of one stage."""
+        return dict(self.stages)[stage]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form stored in the database."""
+        return {
+            "pipeline": self.pipeline,
+            "BT": self.BT,
+            "BC": self.BC,
+            "stages": {name: config.as_dict() for name, config in self.stages},
+        }

@@ -1,0 +1,91 @@
+"""The tile vocabulary: one template text for CUDA and for TileLang's C target on the CPU.
+
+TileLang 0.1.15's C target knows neither fragments nor shared memory, thread-parallel loops, software pipelines,
+``T.cumsum`` or 16-bit floats. Templates therefore ask a :class:`Tile` for tiles and loops; everything else in a
+template is the same for every target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from kda_tl.problem import Problem
+from kda_tl.stage import Case, TensorSpec, static_sizes
+
+RCP_LN2 = 1.4426950408889634  # gates are kept in log2 units: exp(x) = 2^(x / ln 2), and exp2 is one instruction
+L2NORM_EPS = 1e-6  # FLA's epsilon, added to the sum of squares
+
+TL_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "i32": "int32"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a kernel's tiles live and how its loops run.
+
+    Attributes:
+        cpu: the C target: tiles are stack arrays and loops are serial.
+        io: TileLang dtype of the matrix operands: the problem's io dtype, float32 on the CPU.
+    """
+
+    cpu: bool
+    io: str
+
+    @classmethod
+    def of(cls, case: Case) -> Tile:
+        """The vocabulary for a case."""
+        cpu = case.device.kind == "cpu"
+        return cls(cpu=cpu, io="float32" if cpu else TL_DTYPE[case.problem.dtype])
+
+    def kernel(self, *grid: Any, threads: int) -> Any:
+        """Launch frame over a grid. The first extent may exceed 65535, the others may not (CUDA's limit)."""
+        return T.Kernel(*grid) if self.cpu else T.Kernel(*grid, threads=threads)
+
+    def fragment(self, shape: tuple[int, ...], dtype: str = "float32") -> Any:
+        """A tile spread over the registers of the thread block."""
+        return T.alloc_local(shape, dtype) if self.cpu else T.alloc_fragment(shape, dtype)
+
+    def shared(self, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+        """A tile every thread of the block can read, of the io dtype unless told."""
+        return T.alloc_local(shape, dtype or self.io) if self.cpu else T.alloc_shared(shape, dtype or self.io)
+
+    def parallel(self, *extents: int) -> Any:
+        """A loop nest whose iterations are independent."""
+        return T.grid(*extents) if self.cpu else T.Parallel(*extents)
+
+    def pipelined(self, extent: Any, num_stages: int) -> Any:
+        """A loop whose loads run ``num_stages`` iterations ahead."""
+        return T.serial(extent) if self.cpu else T.Pipelined(extent, num_stages=num_stages)
+
+
+def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
+    """``T.Tensor`` annotation of a kernel parameter from the stage's own spec.
+
+    An absent optional tensor becomes a one-element placeholder of the same dtype. On the CPU every float tensor is
+    float32: the launcher casts at the boundary.
+    """
+    spec = TensorSpec.parse(spec_text)
+    element = spec.element(case.problem)
+    if case.device.kind == "cpu" and element != "i32":
+        element = "fp32"
+    if not spec.present(case.problem):
+        return T.Tensor((1,), TL_DTYPE[element])
+    shape = tuple(_extent(dim, {**static_sizes(case), **dynamic}) for dim in spec.dims)
+    return T.Tensor(shape, TL_DTYPE[element])
+
+
+def _extent(dim: str, sizes: dict[str, Any]) -> Any:
+    if dim.isdigit():
+        return int(dim)
+    name, _, extra = dim.partition("+")
+    return sizes[name] + int(extra) if extra else sizes[name]
+
+
+def beta_factor(problem: Problem, raw: Any) -> Any:
+    """The step size of one token from the caller's beta: as given, sigmoid, or 2 * sigmoid."""
+    x = T.cast(raw, "float32")
+    if problem.beta == "plain":
+        return x
+    return (2.0 if problem.beta == "sigmoid2" else 1.0) / (1.0 + T.exp2(-RCP_LN2 * x))

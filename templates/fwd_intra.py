@@ -1,0 +1,280 @@
+"""Intra-chunk matrices: query-key and key-key products under decay, and the triangular inverse.
+
+    Aqk[i, j] = scale * <q_i 2^(G_i - G_j), k_j>    j <= i          Akk = (I + L)^-1
+    L[i, j]   = beta_i * <k_i 2^(G_i - G_j), k_j>   j <  i
+
+An exponent relative to one anchor for the whole chunk overflows, so pairs are taken by *halving*: for s = 1, 2, 4, ...,
+BT/2 the rows of every odd block of s tokens meet the rows of the even block before it, both relative to the first row
+of the odd block. Both exponents are then never positive, whatever the gate does, every pair belongs to exactly one s,
+and an s costs one exponential an element and one product: the BT/2 odd rows of q and of k, stacked, against the BT/2
+even rows of k. No gate needs another path.
+
+The inverse: forward substitution in BC x BC diagonal blocks, a thread a column, then the same levels again,
+X <- X - X L_s X. L2 norms of q and k enter as row factors of the results and are handed on to later stages.
+Source: Kimi Linear, arXiv:2510.26692, section 3; the halving and the levelled inverse are derived above.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.reference import activate_beta
+from kda_tl.stage import Case, Config, Cost, Stage, axis
+from kda_tl.templates._chunks import share_heads, split_chunks
+from kda_tl.templates._tile import L2NORM_EPS, Tile, annotate, beta_factor
+
+INPUTS = {
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "g_cumsum": "NT HV BT KP : f32",
+    "beta": "tokens HV : beta",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "Aqk": "NT HV BT BT : io",
+    "Akk": "NT HV BT BT : io",
+    "q_rstd": "NT HV BT : f32 ? l2norm",
+    "k_rstd": "NT HV BT : f32 ? l2norm",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+    scale: float,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin: pairwise exponents, a dense triangular solve, all in the dtype of g_cumsum."""
+    p, BT = case.problem, case.BT
+    dtype = g_cumsum.dtype
+    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
+    beta_tile = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)
+    q_rstd, k_rstd = (torch.rsqrt(x.square().sum(-1) + L2NORM_EPS) for x in (q_tile, k_tile))
+    if p.l2norm:
+        q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
+    Aqk, L = (g_cumsum.new_zeros((*g_cumsum.shape[:2], BT, BT)) for _ in range(2))
+    for j in range(BT):  # a column at a time: [NT, HV, rows, KP] instead of all pairs at once
+        decay = torch.exp2(g_cumsum[:, :, j:] - g_cumsum[:, :, j : j + 1])
+        key = k_tile[:, :, j : j + 1] * decay
+        Aqk[:, :, j:, j] = scale * (q_tile[:, :, j:] * key).sum(-1)
+        L[:, :, j + 1 :, j] = beta_tile[:, :, j + 1 :] * (k_tile[:, :, j + 1 :] * key[:, :, 1:]).sum(-1)
+    eye = torch.eye(BT, dtype=dtype, device=q.device)
+    Akk = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False, unitriangular=True)
+    outputs = {"Aqk": Aqk, "Akk": Akk}
+    if p.l2norm:
+        outputs |= {"q_rstd": q_rstd, "k_rstd": k_rstd}
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdIntraConfig(Config):
+    """BK: channels of q, k and g held at once; threads a block; merge: operands of the inverse's block products."""
+
+    BK: int = axis(128, 32, 64, 128, 256)
+    threads: int = axis(128, 32, 64, 128, 256)
+    merge: str = axis("io", "io", "tf32")
+
+    def reject(self, case: Case) -> str | None:
+        """Tiles divide, every warp of a product has 16 x 8 results, shared memory suffices."""
+        if case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
+        if case.device.kind == "cpu":
+            only = self.threads == 128 and self.merge == "io"
+            return None if only else "threads and merge have no meaning on the CPU target"
+        tiles = (case.BT // 16) * (case.BT // 16)
+        if self.threads // 32 > tiles:
+            return f"threads={self.threads} is more warps than a {case.BT} x {case.BT // 2} product has 16 x 8 tiles"
+        if self.merge == "tf32" and (case.problem.dtype == "fp32" or case.BT == case.BC):
+            return "merge='tf32' is what 'io' means here"
+        smem = self.smem_bytes(case)
+        if smem > case.device.smem_bytes:
+            return f"BK={self.BK} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
+        return None
+
+    def smem_bytes(self, case: Case) -> int:
+        """q, k, their scaled halves, the cumsum; then the two results, which outlive them."""
+        io = 4 if case.problem.dtype == "fp32" else 2
+        return case.BT * self.BK * (2 * io + 3 * io // 2 + 4) + case.BT * case.BT * (2 * io + 8)
+
+
+def build(case: Case, config: FwdIntraConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head)."""
+    p, BT, BC, BK, threads = case.problem, case.BT, case.BC, config.BK, config.threads
+    HV, K, group, half = p.HV, p.K, p.group, case.BT // 2
+    levels = [1 << n for n in range(BT.bit_length() - 1)]
+    merges = [s for s in levels if s >= BC]
+    tile = Tile.of(case)
+    merge_dtype = "float32" if config.merge == "tf32" else tile.io
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    def odd_row(r, s):
+        """Row r of the odd blocks of s tokens, in the chunk."""
+        return r + (r // s + 1) * s
+
+    def even_row(r, s):
+        """Row r of the even blocks."""
+        return r + r // s * s
+
+    @T.prim_func
+    def fwd_intra(
+        q: annotate(case, INPUTS["q"], tokens=tokens),
+        k: annotate(case, INPUTS["k"], tokens=tokens),
+        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
+        beta: annotate(case, INPUTS["beta"], tokens=tokens),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        Aqk: annotate(case, OUTPUTS["Aqk"], NT=NT),
+        Akk: annotate(case, OUTPUTS["Akk"], NT=NT),
+        q_rstd: annotate(case, OUTPUTS["q_rstd"], NT=NT),
+        k_rstd: annotate(case, OUTPUTS["k_rstd"], NT=NT),
+        scale: T.float32,
+    ):
+        with tile.kernel(NT * HV, threads=threads) as i_block:
+            i_t = i_block // HV
+            i_hv = i_block % HV
+            i_h = i_hv // group
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            q_shared = tile.shared((BT, BK))
+            k_shared = tile.shared((BT, BK))
+            g_shared = tile.shared((BT, BK), "float32")
+            odd_rows = tile.shared((BT, BK))  # q above k
+            even_rows = tile.shared((half, BK))
+            q_frag = tile.fragment((BT, BK), tile.io)
+            k_frag = tile.fragment((BT, BK), tile.io)
+            product = tile.fragment((BT, BK))
+            qk_dot = tile.fragment((BT,))
+            qq_dot = tile.fragment((BT,))
+            kk_dot = tile.fragment((BT,))
+            pairs = [tile.fragment((BT, half)) for _ in levels]
+            T.clear(qk_dot)
+            T.clear(qq_dot)
+            T.clear(kk_dot)
+            for pair in pairs:
+                T.clear(pair)
+            for i_k in T.serial(p.KP // BK):
+                for i, j in tile.parallel(BT, BK):
+                    inside = (i < count) & (i_k * BK + j < K)
+                    q_frag[i, j] = T.if_then_else(inside, q[start + i, i_h, i_k * BK + j], 0)
+                    k_frag[i, j] = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
+                T.copy(g_cumsum[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], g_shared)
+                T.copy(q_frag, q_shared)
+                T.copy(k_frag, k_shared)
+                for i, j in tile.parallel(BT, BK):
+                    product[i, j] = T.cast(q_frag[i, j], "float32") * T.cast(k_frag[i, j], "float32")
+                T.reduce_sum(product, qk_dot, dim=1, clear=False)
+                if p.l2norm:
+                    for i, j in tile.parallel(BT, BK):
+                        product[i, j] = T.cast(q_frag[i, j], "float32") * T.cast(q_frag[i, j], "float32")
+                    T.reduce_sum(product, qq_dot, dim=1, clear=False)
+                    for i, j in tile.parallel(BT, BK):
+                        product[i, j] = T.cast(k_frag[i, j], "float32") * T.cast(k_frag[i, j], "float32")
+                    T.reduce_sum(product, kk_dot, dim=1, clear=False)
+                for s, pair in zip(levels, pairs, strict=True):
+                    for r, j in tile.parallel(half, BK):
+                        decay = T.exp2(g_shared[odd_row(r, s), j] - g_shared[even_row(r // s * s, s) + s, j])
+                        odd_rows[r, j] = T.cast(T.cast(q_shared[odd_row(r, s), j], "float32") * decay, tile.io)
+                        odd_rows[half + r, j] = T.cast(T.cast(k_shared[odd_row(r, s), j], "float32") * decay, tile.io)
+                    for r, j in tile.parallel(half, BK):
+                        growth = T.exp2(g_shared[even_row(r // s * s, s) + s, j] - g_shared[even_row(r, s), j])
+                        even_rows[r, j] = T.cast(T.cast(k_shared[even_row(r, s), j], "float32") * growth, tile.io)
+                    T.gemm(odd_rows, even_rows, pair, transpose_B=True)
+
+            q_factor = tile.shared((BT,), "float32")
+            k_factor = tile.shared((BT,), "float32")
+            b_factor = tile.shared((BT,), "float32")
+            A_shared = tile.shared((BT, BT), "float32")
+            lower = tile.shared((BT, BT), "float32")
+            for i in tile.parallel(BT):
+                b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
+            for i in tile.parallel(BT):
+                q_factor[i] = T.rsqrt(qq_dot[i] + L2NORM_EPS) if p.l2norm else 1.0
+                k_factor[i] = T.rsqrt(kk_dot[i] + L2NORM_EPS) if p.l2norm else 1.0
+            if p.l2norm:
+                for i in tile.parallel(BT):
+                    q_rstd[i_t, i_hv, i] = q_factor[i]
+                    k_rstd[i_t, i_hv, i] = k_factor[i]
+            T.clear(A_shared)
+            T.clear(lower)
+            for i in tile.parallel(BT):
+                A_shared[i, i] = qk_dot[i] * (scale * q_factor[i] * k_factor[i])
+            # Other pairs of blocks meet in the products too, and are dropped here. Both matrices stay fp32, and each
+            # loop has one condition: tilelang 0.1.15 loses the inner one of two around a store that casts.
+            for s, pair in zip(levels, pairs, strict=True):
+                for r, c in tile.parallel(BT, half):
+                    if (r < half) & (r % half // s == c // s):
+                        A_shared[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
+                            scale * q_factor[odd_row(r % half, s)] * k_factor[even_row(c, s)]
+                        )
+                for r, c in tile.parallel(BT, half):
+                    if (r >= half) & (r % half // s == c // s):
+                        lower[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
+                            b_factor[odd_row(r % half, s)] * k_factor[odd_row(r % half, s)] * k_factor[even_row(c, s)]
+                        )
+            for i, j in tile.parallel(BT, BT):
+                Aqk[i_t, i_hv, i, j] = T.cast(A_shared[i, j], tile.io)
+
+            inverse = tile.shared((BT, BT), merge_dtype)
+            column = T.alloc_local((BC,), "float32")
+            T.clear(inverse)
+            for c in tile.parallel(BT):  # forward substitution, a thread a column of its BC x BC block
+                for r in T.unroll(BC):
+                    column[r] = T.if_then_else(r == c % BC, 1.0, 0.0)
+                    for m in T.unroll(r):
+                        column[r] = column[r] - lower[c // BC * BC + r, c // BC * BC + m] * column[m]
+                for r in T.unroll(BC):
+                    inverse[c // BC * BC + r, c] = T.cast(column[r], merge_dtype)
+            if len(merges) > 0:
+                level = tile.shared((BT, BT), merge_dtype)
+                merged = tile.fragment((BT, BT))
+            for s in merges:
+                for i, j in tile.parallel(BT, BT):
+                    level[i, j] = T.cast(T.if_then_else((i // s) ^ (j // s) == 1, lower[i, j], 0.0), merge_dtype)
+                T.gemm(inverse, level, merged, clear_accum=True)
+                T.copy(merged, level)
+                T.gemm(level, inverse, merged, clear_accum=True)
+                for i, j in tile.parallel(BT, BT):
+                    if ((i // s) ^ (j // s) == 1) & (i > j):
+                        inverse[i, j] = T.cast(-merged[i, j], merge_dtype)
+            for i, j in tile.parallel(BT, BT):
+                Akk[i_t, i_hv, i, j] = T.cast(inverse[i, j], tile.io)
+
+    return fwd_intra
+
+
+def default(case: Case) -> FwdIntraConfig:
+    """All channels at once up to 128; as many warps as the products have tiles, at most four."""
+    KP = case.problem.KP
+    threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 32
+    return FwdIntraConfig(BK=KP if KP in (32, 64, 128) else 64 if KP % 64 == 0 else 32, threads=threads)
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """q, k and the cumsum in, two BT x BT matrices out; two products over K and an inverse of BT^3 / 3."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * p.KP * 4
+    written = 2 * chunks * BT * BT * io
+    return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
+
+
+STAGE = Stage(
+    name="fwd_intra",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("scale",),
+    config=FwdIntraConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # operands and results rounded to io once each: 2^-9 (bf16), 2^-11 (fp16, and tf32 products of fp32)
+    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-3},
+)

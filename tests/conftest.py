@@ -1,0 +1,57 @@
+"""What all tests share: where GPU tests run, seeds that a failure tells, and no tuning results of the user's."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+SEED_VARIABLE = "KDA_TL_TEST_SEED"
+
+# Examples that compile kernels take seconds, and how many depends on the machine.
+settings.register_profile("kda_tl", deadline=None, print_blob=True)
+settings.load_profile("kda_tl")
+
+
+def pytest_configure() -> None:
+    # In the environment, so that worker processes of a parallel run draw from the same seed.
+    os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
+
+
+def pytest_report_header() -> str:
+    return f"seed: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    why = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+    for item in gpu_tests:
+        item.add_marker(pytest.mark.skip(reason=f"needs a CUDA GPU: {why}"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own: a new one each run, the same whichever tests run beside it."""
+    base = os.environ[SEED_VARIABLE]
+    request.node.add_report_section("setup", "seed", f"rerun with {SEED_VARIABLE}={base}")
+    return zlib.crc32(f"{base}/{request.node.nodeid}".encode()) & 0x7FFFFFFF
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_user_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans that the user tuned would be tested in place of the shipped ones, in subprocesses too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("user-data")))
+        for name in ("KDA_TL_DB", "KDA_TL_STRICT"):
+            patch.delenv(name, raising=False)
+        yield

@@ -1,0 +1,75 @@
+"""Imports point down. Read from the source of every module, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers the public names
+    "problem device errors reference tuning_db",
+    "stage layout workloads db db_file records lookup gpus journal",
+    "templates",
+    "kernel dispatch measure isolate worker",
+    "chunk __init__ | tuner search trial crew progress static",  # operators | search: neither imports the other
+    "cli",
+)
+LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts.split()}
+OPERATORS, SEARCH = (set(side.split()) for side in LAYERS[4].split("|"))
+COMPILES = {"kernel"}  # may import tilelang, inside a function
+
+TREES = {
+    f"kda_tl.{folder}.{path.stem}".replace("kda_tl.kda_tl", "kda_tl").removesuffix(".__init__"): ast.parse(
+        path.read_text(), str(path)
+    )
+    for folder in ("kda_tl", "templates", "tuning_db", "cli")
+    for path in sorted((ROOT / folder).glob("*.py"))
+}
+
+
+def part_of(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+def imports(*nodes: ast.AST) -> set[str]:
+    """Modules that import statements name; in ``from kda_tl import x``, x may be a module."""
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in TREES else f"{node.module}" for name in full}
+    return names
+
+
+IMPORTS = {module: {n for n in imports(*ast.walk(tree)) if n in TREES} - {module} for module, tree in TREES.items()}
+
+
+def test_imports_point_down() -> None:
+    unknown = {part_of(module) for module in TREES} - set(LAYER)
+    assert not unknown, f"put these modules into LAYERS of tests/test_layers.py: {', '.join(sorted(unknown))}"
+    for module, names in IMPORTS.items():
+        for name in names:
+            a, b = part_of(module), part_of(name)
+            assert LAYER[a] >= LAYER[b], f"{module} imports {name}, which is above it"
+            across = a in OPERATORS and b in SEARCH or a in SEARCH and b in OPERATORS
+            assert not across, f"{module} imports {name}: operators and search do not know each other"
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError: modules of one layer may not import in a circle
+
+
+def test_only_templates_import_tilelang() -> None:
+    for module, tree in TREES.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        lazy = {node for function in functions for node in ast.walk(function)}
+        strict = [node for node in ast.walk(tree) if part_of(module) not in COMPILES or node not in lazy]
+        found = {name.split(".")[0] for name in imports(*strict)} & {"tilelang", "tvm"}
+        assert not found or part_of(module) == "templates", f"{module} imports tilelang"
+
+
+def test_library_neither_asserts_nor_prints() -> None:
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            asserts = isinstance(node, ast.Assert)
+            prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            assert not asserts, f"{module}:{node.lineno} asserts: raise an error of kda_tl.errors"
+            assert not prints or part_of(module) == "cli", f"{module}:{node.lineno} prints: only cli/ does"

@@ -1,0 +1,425 @@
+"""The oracle against formulations that share no code with it: matrix products, closed forms, hand arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kda_tl.errors import InputError
+from kda_tl.problem import BETAS, GATES
+from kda_tl.reference import activate_beta, activate_gate, l2norm, recurrent_kda, relative_error
+
+Curves = dict[str, Callable[[float], float]]
+
+F64 = torch.float64
+EXACT = 1e-12  # float64 against float64, different orders of summation
+seeded = pytest.mark.parametrize("seed", (0, 1), ids="seed{}".format)
+layouts = pytest.mark.parametrize("state_v_first", (False, True), ids=("kv", "vk"))
+gates = pytest.mark.parametrize("gate", GATES)
+
+
+def draw(
+    seed: int, B: int = 1, T: int = 9, H: int = 2, HV: int = 4, K: int = 5, V: int = 3, N: int = 0
+) -> dict[str, Any]:
+    """Inputs of recurrent_kda by name, in float64: log decays of -3 to 0 nats, a state of N (default B) sequences."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=F64, generator=rng)
+
+    return {
+        "q": normal(B, T, H, K),
+        "k": l2norm(normal(B, T, H, K)),
+        "v": normal(B, T, HV, V),
+        "g": -3 * torch.rand(B, T, HV, K, dtype=F64, generator=rng),
+        "beta": torch.rand(B, T, HV, dtype=F64, generator=rng),
+        "initial_state": normal(N or B, HV, K, V),
+    }
+
+
+def draw_gate(seed: int, gate: str, HV: int = 4, K: int = 5) -> dict[str, Any]:
+    """Gate arguments of recurrent_kda."""
+    rng = torch.Generator().manual_seed(1000 + seed)
+    parameters = {
+        "A_log": torch.randn(HV, dtype=F64, generator=rng),
+        "dt_bias": torch.randn(HV * K, dtype=F64, generator=rng),
+    }
+    arguments: dict[str, dict[str, Any]] = {
+        "log": {"gate": "log"},
+        "softplus": {"gate": "softplus", **parameters},
+        "safe": {"gate": "safe", "lower_bound": -5.0, **parameters},
+    }
+    return arguments[gate]
+
+
+def cut(inputs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """The tokens from start up to stop of q, k, v, g and beta."""
+    return {name: inputs[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = EXACT) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def unroll_one_head(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, S0: Any) -> tuple[Any, Any]:
+    """States as explicit sums of matrix products, never carried from token to token; all numpy, q and k are [T, K].
+
+    S_t = M_t ... M_1 S_0 + sum_j M_t ... M_{j+1} beta_j k_j v_j^T,    M_t = (I - beta_t k_t k_t^T) diag(exp g_t)
+    """
+    T, K = q.shape
+    step = [(np.eye(K) - beta[t] * np.outer(k[t], k[t])) @ np.diag(np.exp(g[t])) for t in range(T)]
+
+    def transition(start: int, stop: int) -> Any:
+        return np.linalg.multi_dot([np.eye(K), np.eye(K), *reversed(step[start:stop])])
+
+    states = [
+        transition(0, t + 1) @ S0
+        + sum(transition(j + 1, t + 1) @ (beta[j] * k[j][:, None] @ v[j][None, :]) for j in range(t + 1))
+        for t in range(T)
+    ]
+    return np.stack([scale * states[t].T @ q[t] for t in range(T)]), states[-1]
+
+
+@seeded
+@pytest.mark.parametrize("scale", (None, 0.7))
+@pytest.mark.parametrize(("H", "HV"), ((2, 2), (2, 6), (1, 3)))
+def test_recurrence_equals_unrolled_matrix_products(seed: int, scale: float | None, H: int, HV: int) -> None:
+    B, T, K, V = 2, 6, 5, 3
+    inputs = draw(seed, B, T, H, HV, K, V)
+    o, final_state = recurrent_kda(**inputs, scale=scale)
+    x = {name: tensor.numpy() for name, tensor in inputs.items()}
+    for b in range(B):
+        for j in range(HV):
+            i = j // (HV // H)
+            o_head, state = unroll_one_head(
+                x["q"][b, :, i],
+                x["k"][b, :, i],
+                x["v"][b, :, j],
+                x["g"][b, :, j],
+                x["beta"][b, :, j],
+                1 / math.sqrt(K) if scale is None else scale,
+                x["initial_state"][b, j],
+            )
+            assert_close(o[b, :, j], torch.from_numpy(o_head))
+            assert_close(final_state[b, j], torch.from_numpy(state))
+
+
+def test_recurrence_by_hand() -> None:
+    def tokens(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=F64).view(1, -1, 1, 1)
+
+    # S: 4 -> halved 2 -> 2 + .5 * 2 * (3 - 2 * 2) = 1 -> halved .5 -> .5 + 1 * 1 * (5 - .5) = 5
+    o, final_state = recurrent_kda(
+        q=tokens(10, 3),
+        k=tokens(2, 1),
+        v=tokens(3, 5),
+        g=tokens(math.log(0.5), math.log(0.5)),
+        beta=tokens(0.5, 1)[..., 0],
+        initial_state=tokens(4),
+    )
+    assert_close(o, tokens(10, 15))
+    assert_close(final_state, tokens(5))
+
+
+@seeded
+def test_no_initial_state_means_zeros(seed: int) -> None:
+    inputs = draw(seed)
+    expected = recurrent_kda(**{**inputs, "initial_state": torch.zeros_like(inputs["initial_state"])})
+    for actual, zeros in zip(recurrent_kda(**{**inputs, "initial_state": None}), expected, strict=True):
+        assert torch.equal(actual, zeros)
+
+
+@seeded
+@gates
+def test_fused_activations_equal_activating_first(seed: int, gate: str) -> None:
+    inputs, arguments = draw(seed), draw_gate(seed, gate)
+    plain = {
+        **inputs,
+        "q": inputs["q"] / (inputs["q"].norm(dim=-1, keepdim=True) ** 2 + 1e-6).sqrt(),
+        "k": inputs["k"] / (inputs["k"].norm(dim=-1, keepdim=True) ** 2 + 1e-6).sqrt(),
+        "g": activate_gate(inputs["g"], **arguments),
+        "beta": 2 / (1 + torch.exp(-inputs["beta"])),
+    }
+    fused = recurrent_kda(**inputs, **arguments, beta_mode="sigmoid2", use_l2norm=True)
+    for actual, expected in zip(fused, recurrent_kda(**plain), strict=True):
+        assert_close(actual, expected)
+
+
+@seeded
+def test_grouped_heads_equal_repeated_queries_and_keys(seed: int) -> None:
+    inputs = draw(seed, H=2, HV=6)
+    repeated = {**inputs, **{name: inputs[name].repeat_interleave(3, dim=2) for name in ("q", "k")}}
+    for actual, expected in zip(recurrent_kda(**inputs), recurrent_kda(**repeated), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@seeded
+@layouts
+@gates
+@pytest.mark.parametrize("lengths", ((4, 0, 1, 3), (0, 5, 2, 0), (0,), (6,)), ids=str)
+def test_packed_sequences_equal_each_alone(seed: int, state_v_first: bool, gate: str, lengths: tuple[int, ...]) -> None:
+    bounds = np.cumsum((0, *lengths))
+    inputs, arguments = draw(seed, T=sum(lengths), N=len(lengths)), draw_gate(seed, gate)
+    arguments["state_v_first"] = state_v_first
+    states = inputs["initial_state"].mT if state_v_first else inputs["initial_state"]
+    inputs["initial_state"] = states
+    o, final_state = recurrent_kda(**inputs, **arguments, cu_seqlens=torch.from_numpy(bounds).to(torch.int32))
+    assert o.shape == inputs["v"].shape and final_state.shape == states.shape
+    for n, length in enumerate(lengths):
+        start, stop = bounds[n], bounds[n + 1]
+        if not length:
+            assert torch.equal(final_state[n], states[n])
+            continue
+        alone = recurrent_kda(**cut(inputs, start, stop), **arguments, initial_state=states[n : n + 1])
+        assert_close(o[:, start:stop], alone[0])
+        assert_close(final_state[n : n + 1], alone[1])
+
+
+def test_empty_sequence_without_initial_state_ends_in_zeros() -> None:
+    inputs = {**draw(0, T=3), "initial_state": None}
+    _, final_state = recurrent_kda(**inputs, cu_seqlens=torch.tensor([0, 3, 3]))
+    assert final_state[0].abs().min() > 0
+    assert torch.equal(final_state[1], torch.zeros(4, 5, 3, dtype=F64))
+
+
+def test_final_state_of_no_tokens_is_a_copy() -> None:
+    inputs = draw(0, T=0)
+    _, final_state = recurrent_kda(**inputs)
+    assert torch.equal(final_state, inputs["initial_state"])
+    assert final_state.data_ptr() != inputs["initial_state"].data_ptr()
+
+
+@seeded
+@layouts
+@gates
+@pytest.mark.parametrize("at", (1, 4, 8))
+def test_handing_the_state_over_equals_one_run(seed: int, state_v_first: bool, gate: str, at: int) -> None:
+    inputs = draw(seed, B=2)
+    arguments = {**draw_gate(seed, gate), "state_v_first": state_v_first}
+    state = inputs["initial_state"].mT if state_v_first else inputs["initial_state"]
+    inputs["initial_state"] = state
+    o, final_state = recurrent_kda(**inputs, **arguments)
+    first, state = recurrent_kda(**cut(inputs, 0, at), **arguments, initial_state=state)
+    second, state = recurrent_kda(**cut(inputs, at, 9), **arguments, initial_state=state)
+    assert_close(torch.cat([first, second], dim=1), o)
+    assert_close(state, final_state)
+
+
+@seeded
+@pytest.mark.parametrize("K", (3, 5), ids="K{}".format)
+def test_state_layouts_are_transposes(seed: int, K: int) -> None:
+    inputs = draw(seed, K=K, V=3)
+    o, final_state = recurrent_kda(**inputs)
+    inputs["initial_state"] = inputs["initial_state"].mT.contiguous()
+    o_v_first, final_state_v_first = recurrent_kda(**inputs, state_v_first=True)
+    assert torch.equal(o, o_v_first)
+    assert torch.equal(final_state.mT, final_state_v_first) and final_state_v_first.is_contiguous()
+
+
+@seeded
+def test_inputs_are_cast_before_any_arithmetic(seed: int) -> None:
+    arguments = draw_gate(seed, "softplus")
+    low: dict[str, Any] = {name: x.to(torch.bfloat16) for name, x in draw(seed).items()}
+    low_gate: dict[str, Any] = {
+        name: x.to(torch.bfloat16) if isinstance(x, Tensor) else x for name, x in arguments.items()
+    }
+    high: dict[str, Any] = {name: x.to(F64) for name, x in low.items()}
+    high_gate: dict[str, Any] = {name: x.to(F64) if isinstance(x, Tensor) else x for name, x in low_gate.items()}
+    flags: dict[str, Any] = {"use_l2norm": True, "beta_mode": "sigmoid"}
+    expected = recurrent_kda(**high, **high_gate, **flags)
+    for actual, exact in zip(recurrent_kda(**low, **low_gate, **flags), expected, strict=True):
+        assert actual.dtype == F64 and torch.equal(actual, exact)
+    for actual, exact in zip(recurrent_kda(**low, **low_gate, **flags, dtype=torch.float32), expected, strict=True):
+        assert actual.dtype == torch.float32 and 0 < relative_error(actual, exact) < 1e-5
+
+
+def test_inputs_are_left_alone() -> None:
+    inputs = draw(0)
+    before = {name: x.clone() for name, x in inputs.items()}
+    recurrent_kda(**inputs, use_l2norm=True, beta_mode="sigmoid2")
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"k": torch.ones(1, 9, 4, 5)}, "k must have"),
+        ({"v": torch.ones(1, 9, 3, 3)}, "multiple of H"),
+        ({"v": torch.ones(1, 1, 4, 3)}, "v must have"),
+        ({"g": torch.ones(1, 9, 4, 1)}, "g must have"),
+        ({"beta": torch.ones(1, 9, 2)}, "beta must have"),
+        ({"initial_state": torch.ones(1, 4, 3, 5)}, "initial_state must have"),
+        ({"gate": "sofplus"}, "gate must be one of"),
+        ({"gate": "softplus"}, "needs A_log"),
+        ({"gate": "safe"}, "needs lower_bound"),
+        ({"gate": "safe", "lower_bound": -5.0, "A_log": torch.ones(1)}, "A_log must have 4"),
+        ({"gate": "safe", "lower_bound": -5.0, "dt_bias": torch.ones(5)}, "dt_bias must have 20"),
+        ({"beta_mode": "tanh"}, "beta mode must be one of"),
+        ({"cu_seqlens": torch.tensor([0, 8])}, "end at T=9"),
+        ({"cu_seqlens": torch.tensor([1, 9])}, "start at 0"),
+        ({"cu_seqlens": torch.tensor([0, 5, 4, 9])}, "never decrease"),
+        ({"cu_seqlens": torch.tensor([0.0, 9.0])}, "integer"),
+        ({"cu_seqlens": torch.tensor([0])}, "at least 2"),
+        ({"cu_seqlens": torch.tensor([0, 4, 9])}, "initial_state must have"),
+    ),
+)
+def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recurrent_kda(**{**draw(0), **change})
+
+
+def test_packing_needs_a_batch_of_one() -> None:
+    with pytest.raises(InputError, match="got B=2"):
+        recurrent_kda(**draw(0, B=2), cu_seqlens=torch.tensor([0, 9]))
+
+
+# 25 and 35 lie where softplus(x) - x is small, but not yet below float64
+POINTS = (-1e4, -800.0, -35.0, -1.5, 0.0, 0.3, 19.0, 25.0, 35.0, 800.0, 1e4)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+@pytest.mark.parametrize("bias", (None, 0.25), ids="bias={}".format)
+@pytest.mark.parametrize(
+    ("gate", "A_log"),
+    (("log", None), ("softplus", -1.0), ("softplus", 0.5), ("safe", None), ("safe", -1.0), ("safe", 0.5)),
+)
+def test_gate_closed_form(gate: str, A_log: float | None, bias: float | None) -> None:
+    g = torch.tensor(POINTS, dtype=F64).view(-1, 1, 1).requires_grad_()
+    a = 1.0 if A_log is None else math.exp(A_log)
+    b = bias or 0.0
+    expected: Curves = {
+        "log": lambda x: x,
+        "softplus": lambda x: -a * softplus(x + b),
+        "safe": lambda x: -5 * sigmoid(a * (x + b)),
+    }
+    actual = activate_gate(
+        g,
+        gate=gate,
+        A_log=None if A_log is None else torch.tensor([A_log], dtype=F64),
+        dt_bias=None if bias is None else torch.tensor([bias], dtype=F64),
+        lower_bound=-5.0,
+    )
+    # x + b rounds, and exp turns that absolute error of |x| * 2^-53 into a relative one: 1e-13 at x = -800
+    tolerance = 1e-13 if bias or A_log else 1e-14
+    values = torch.tensor([expected[gate](x) for x in POINTS], dtype=F64)
+    torch.testing.assert_close(actual.flatten(), values, rtol=tolerance, atol=0)
+    (slope,) = torch.autograd.grad(actual.sum(), g)
+    derivative: Curves = {
+        "log": lambda x: 1.0,
+        "softplus": lambda x: -a * sigmoid(x + b),
+        "safe": lambda x: -5 * a * sigmoid(a * (x + b)) * sigmoid(-a * (x + b)),
+    }
+    assert_close(slope.flatten(), torch.tensor([derivative[gate](x) for x in POINTS], dtype=F64))
+
+
+@pytest.mark.parametrize("gate", ("softplus", "safe"))
+@pytest.mark.parametrize("bias_shape", ((6,), (2, 3)), ids=str)
+def test_gate_parameters_belong_to_their_head(gate: str, bias_shape: tuple[int, ...]) -> None:
+    HV, K = 2, 3
+    A_log = torch.tensor([-1.0, 0.5], dtype=F64)
+    dt_bias = torch.arange(6, dtype=F64)
+    g = torch.linspace(-2, 2, 5 * HV * K, dtype=F64).view(5, HV, K)
+    actual = activate_gate(g, gate=gate, A_log=A_log, dt_bias=dt_bias.view(bias_shape), lower_bound=-4.0)
+    for t in range(5):
+        for j in range(HV):
+            for c in range(K):
+                a, x = math.exp(A_log[j]), float(g[t, j, c]) + j * K + c
+                expected = -a * softplus(x) if gate == "softplus" else -4 * sigmoid(a * x)
+                assert float(actual[t, j, c]) == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.parametrize("mode", BETAS)
+def test_beta_closed_form(mode: str) -> None:
+    expected: Curves = {"plain": lambda x: x, "sigmoid": sigmoid, "sigmoid2": lambda x: 2 * sigmoid(x)}
+    actual = activate_beta(torch.tensor(POINTS, dtype=F64), mode)
+    torch.testing.assert_close(actual, torch.tensor([expected[mode](x) for x in POINTS], dtype=F64), rtol=1e-14, atol=0)
+
+
+def test_l2norm_closed_form() -> None:
+    x = torch.tensor([[3.0, 4.0], [3e-3, 4e-3], [0.0, 0.0]], dtype=F64).requires_grad_()
+    y = l2norm(x)
+    lengths = [math.sqrt(25 + 1e-6), math.sqrt(25e-6 + 1e-6)]
+    expected = [[3 / lengths[0], 4 / lengths[0]], [3e-3 / lengths[1], 4e-3 / lengths[1]], [0, 0]]
+    assert_close(y, torch.tensor(expected, dtype=F64))
+    assert_close(l2norm(x, eps=11.0)[0], torch.tensor([3 / 6, 4 / 6], dtype=F64))
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_close(gradient[2], torch.full((2,), 1e3, dtype=F64))
+
+
+@seeded
+@layouts
+@gates
+@pytest.mark.parametrize("packed", (False, True), ids=("batch", "packed"))
+def test_gradients_equal_finite_differences(seed: int, state_v_first: bool, gate: str, packed: bool) -> None:
+    H, HV, K, V = 1, 2, 3, 2
+    cu_seqlens = torch.tensor([0, 2, 2, 3]) if packed else None
+    inputs = draw(seed, T=3, H=H, HV=HV, K=K, V=V, N=3 if packed else 1)
+    if state_v_first:
+        inputs["initial_state"] = inputs["initial_state"].mT
+    arguments = draw_gate(seed, gate, HV, K)
+    inputs |= {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    flags = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        named: dict[str, Any] = dict(zip(inputs, tensors, strict=True))
+        return recurrent_kda(
+            **named,
+            **flags,
+            beta_mode="sigmoid2" if packed else "plain",
+            use_l2norm=packed,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+        )
+
+    leaves = [x.clone().requires_grad_() for x in inputs.values()]
+    assert torch.autograd.gradcheck(call, leaves, eps=1e-6, atol=1e-7, rtol=1e-6)
+    # gradcheck alone would accept a function that ignores an input
+    gradients = torch.autograd.grad([x.square().sum() for x in call(*leaves)], leaves)
+    assert all(gradient.norm() > 1e-4 for gradient in gradients)
+
+
+def test_relative_error_is_a_ratio_of_norms() -> None:
+    expected = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    assert relative_error(expected + torch.tensor([[0.0, 0.6], [0.8, 0.0]]), expected) == pytest.approx(0.2, rel=1e-6)
+    assert relative_error(expected.clone(), expected) == 0.0
+    assert relative_error(-expected, expected) == pytest.approx(2.0)
+
+
+def test_relative_error_is_measured_in_float64() -> None:
+    expected = torch.full((1000,), 1e-30, dtype=torch.float32)  # squares vanish in float32
+    assert relative_error(torch.zeros(1000, dtype=torch.bfloat16), expected) == pytest.approx(1.0)
+    assert relative_error(torch.ones(3, dtype=F64) + 1e-12, torch.ones(3)) == pytest.approx(1e-12, rel=1e-3)
+    assert relative_error(torch.full((4,), 60000.0, dtype=torch.float16), torch.full((4,), 30000.0)) == 1.0
+
+
+@pytest.mark.parametrize("poison", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("expected", (torch.ones(2, 3), torch.zeros(2, 3)), ids=("ones", "zeros"))
+def test_relative_error_of_a_poisoned_tensor_is_infinite(poison: float, expected: Tensor) -> None:
+    actual = expected.clone()
+    actual[1, 2] = poison
+    assert relative_error(actual, expected) == math.inf
+    assert relative_error(expected, actual) == math.inf
+    assert relative_error(actual, actual) == math.inf
+
+
+def test_relative_error_at_the_edges() -> None:
+    assert relative_error(torch.empty(0, 3), torch.empty(0, 3)) == 0.0
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.zeros(2)) == 5.0
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert relative_error(torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)) == 0.0
+    with pytest.raises(InputError, match="actual must have"):
+        relative_error(torch.ones(3), torch.ones(2, 3))
