@@ -184,7 +184,13 @@ def _run(ready: _Ready, program: Program, a: dict[str, Any]) -> Any:
     """Launches the kernels; nothing here waits for the device."""
     q, p = a["q"], ready.problem
     layout = make_layout(ready.bounds, program.plan.BT, q.device)
-    tensors = {name: _aligned(a[name]).flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+    tensors: dict[str, Any] = {
+        "q": _aligned(q).view(p.tokens, p.H, p.K),
+        "k": _aligned(a["k"]).view(p.tokens, p.H, p.K),
+        "v": _aligned(a["v"]).view(p.tokens, p.HV, p.V),
+        "g": _aligned(a["g"]).view(p.tokens, p.HV, p.K),
+        "beta": _aligned(a["beta"]).view(p.tokens, p.HV),
+    }
     tensors["A_log"] = _parameter(a["A_log"]) if p.has_A_log else None
     tensors["dt_bias"] = _parameter(a["dt_bias"]).view(p.HV, p.K) if p.has_dt_bias else None
     tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
@@ -242,7 +248,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _parameter(x: Tensor) -> Tensor:
-    return _aligned(x.detach().float())
+    return _aligned(x if x.dtype == torch.float32 else x.float())
 
 
 def _parse(a: dict[str, Any], bounds: tuple[int, ...]) -> tuple[Problem, Device, int | None]:

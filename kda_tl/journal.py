@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,42 +26,68 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One finished measurement, as stored.
+class Outcome:
+    """What measuring one config gave.
 
     Attributes:
-        study: what was searched: GPU slug, stage, case key and template hash, in one string.
-        config: field values of the config.
         status: "ok"; "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
             "timeout", or "slow" (dropped after a few repetitions, so never a winner).
         reason: why the status is not "ok", one sentence.
-        median_us: what the search minimises; None unless "ok" or "slow".
+        median_us: what the search minimises; needed for "ok", kept for "slow".
         samples_us: raw repetitions.
         check: result of the comparison with the reference, e.g. max_rel_err and tolerance.
-        date: when the measurement ended, UTC, ISO 8601.
         extra: anything a report may want (clocks, registers, spills).
-        schema: version of this record.
 
     Raises:
         InputError: the status is unknown, or it is "ok" without a positive, finite median.
     """
 
-    study: str
-    config: Mapping[str, Any]
     status: str
     reason: str = ""
     median_us: float | None = None
-    samples_us: tuple[float, ...] = ()
+    samples_us: Sequence[float] = ()
     check: Mapping[str, Any] = field(default_factory=dict)
-    date: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise InputError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}.")
+        median = self.median_us
+        if not (self.status != "ok" if median is None else math.isfinite(median) and median > 0):
+            raise InputError(f"median_us of an outcome {self.status!r} must be positive and finite, got {median!r}.")
+        object.__setattr__(self, "samples_us", tuple(self.samples_us))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Outcome):
+    """One finished measurement, as stored: an outcome, and of what.
+
+    Attributes:
+        study: what was searched: GPU slug, stage, case key and template hash, in one string.
+        config: field values of the config.
+        date: when the measurement ended, UTC, ISO 8601; now, if empty.
+        schema: version of this record.
+    """
+
+    study: str
+    config: Mapping[str, Any]
+    date: str = ""
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
-        require_status(self.status, self.median_us)
-        object.__setattr__(self, "samples_us", tuple(self.samples_us))
+        super().__post_init__()
         if not self.date:
             object.__setattr__(self, "date", datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    @classmethod
+    def of(cls, outcome: Outcome, *, study: str, config: Mapping[str, Any]) -> Trial:
+        """The record of an outcome that was just measured."""
+        return cls(study=study, config=config, **{f.name: getattr(outcome, f.name) for f in fields(Outcome)})
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome alone."""
+        return Outcome(**{f.name: getattr(self, f.name) for f in fields(Outcome)})
 
     def to_line(self) -> str:
         """The record as one line of strict JSON (non-finite floats become "nan", "inf", "-inf")."""
@@ -87,15 +113,6 @@ class Trial:
             return cls(**known)
         except TypeError as error:
             raise ValueError(str(error)) from error
-
-
-def require_status(status: str, median_us: float | None) -> None:
-    """Raises InputError unless the status is known and an "ok" one comes with a positive, finite median."""
-    if status not in STATUSES:
-        raise InputError(f"status must be one of {', '.join(STATUSES)}, got {status!r}.")
-    usable = status != "ok" if median_us is None else math.isfinite(median_us) and median_us > 0
-    if not usable:
-        raise InputError(f"median_us must be positive and finite where status is {status!r}, got {median_us!r}.")
 
 
 def _encode(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What runs inside an isolated worker process; the coordinator's side is :mod:`kda_tl.isolate`."""
+"""What runs inside an isolated worker process, as a script; the coordinator's side is :mod:`kda_tl.isolate`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import os
 import signal
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -53,3 +54,7 @@ def _describe(error: BaseException) -> tuple[str, str, str]:
 def _end_with_parent(lifeline: int) -> None:
     os.read(lifeline, 1)  # returns when the coordinator is gone, however it went
     os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -36,8 +36,7 @@ INPUTS = {
 OUTPUTS = {
     "Aqk": "NT HV BT BT : io",
     "Akk": "NT HV BT BT : io",
-    "q_rstd": "NT HV BT : f32 ? l2norm",
-    "k_rstd": "NT HV BT : f32 ? l2norm",
+    "rstd": "NT HV 2 BT : f32 ? l2norm",  # 1 / norm of each row of q, then of k
 }
 
 
@@ -69,7 +68,7 @@ def reference(
     Akk = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False, unitriangular=True)
     outputs = {"Aqk": Aqk, "Akk": Akk}
     if p.l2norm:
-        outputs |= {"q_rstd": q_rstd, "k_rstd": k_rstd}
+        outputs["rstd"] = torch.stack([q_rstd, k_rstd], dim=2)
     return outputs
 
 
@@ -131,8 +130,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         Aqk: annotate(case, OUTPUTS["Aqk"], NT=NT),
         Akk: annotate(case, OUTPUTS["Akk"], NT=NT),
-        q_rstd: annotate(case, OUTPUTS["q_rstd"], NT=NT),
-        k_rstd: annotate(case, OUTPUTS["k_rstd"], NT=NT),
+        rstd: annotate(case, OUTPUTS["rstd"], NT=NT),
         scale: T.float32,
     ):
         with tile.kernel(NT * HV, threads=threads) as i_block:
@@ -198,8 +196,8 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                 k_factor[i] = T.rsqrt(kk_dot[i] + L2NORM_EPS) if p.l2norm else 1.0
             if p.l2norm:
                 for i in tile.parallel(BT):
-                    q_rstd[i_t, i_hv, i] = q_factor[i]
-                    k_rstd[i_t, i_hv, i] = k_factor[i]
+                    rstd[i_t, i_hv, 0, i] = q_factor[i]
+                    rstd[i_t, i_hv, 1, i] = k_factor[i]
             T.clear(A_shared)
             T.clear(lower)
             for i in tile.parallel(BT):

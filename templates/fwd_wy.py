@@ -26,8 +26,7 @@ INPUTS = {
     "g_cumsum": "NT HV BT KP : f32",
     "beta": "tokens HV : beta",
     "Akk": "NT HV BT BT : io",
-    "q_rstd": "NT HV BT : f32 ? l2norm",
-    "k_rstd": "NT HV BT : f32 ? l2norm",
+    "rstd": "NT HV 2 BT : f32 ? l2norm",
     "chunk_tokens": "NT 2 : i32",
 }
 OUTPUTS = {
@@ -47,16 +46,15 @@ def reference(
     g_cumsum: torch.Tensor,
     beta: torch.Tensor,
     Akk: torch.Tensor,
-    q_rstd: torch.Tensor | None,
-    k_rstd: torch.Tensor | None,
+    rstd: torch.Tensor | None,
     chunk_tokens: torch.Tensor,
     scale: float,
 ) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
     p, BT, dtype = case.problem, case.BT, g_cumsum.dtype
     q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
-    if q_rstd is not None and k_rstd is not None:
-        q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
+    if rstd is not None:
+        q_tile, k_tile = q_tile * rstd[:, :, 0, :, None], k_tile * rstd[:, :, 1, :, None]
     v_tile = split_chunks(v.to(dtype), chunk_tokens, BT, width=p.VP)
     step = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)[..., None]
     decay = torch.exp2(g_cumsum)
@@ -109,8 +107,7 @@ def build(case: Case, config: FwdWyConfig) -> Any:
         g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
         beta: annotate(case, INPUTS["beta"], tokens=tokens),
         Akk: annotate(case, INPUTS["Akk"], NT=NT),
-        q_rstd: annotate(case, INPUTS["q_rstd"], NT=NT),
-        k_rstd: annotate(case, INPUTS["k_rstd"], NT=NT),
+        rstd: annotate(case, INPUTS["rstd"], NT=NT),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         w: annotate(case, OUTPUTS["w"], NT=NT),
         u: annotate(case, OUTPUTS["u"], NT=NT),
@@ -137,8 +134,8 @@ def build(case: Case, config: FwdWyConfig) -> Any:
             for i in tile.parallel(BT):
                 b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
                 if p.l2norm:
-                    q_factor[i] = scale * q_rstd[i_t, i_hv, i]
-                    k_factor[i] = k_rstd[i_t, i_hv, i]
+                    q_factor[i] = scale * rstd[i_t, i_hv, 0, i]
+                    k_factor[i] = rstd[i_t, i_hv, 1, i]
                 else:
                     q_factor[i] = scale
                     k_factor[i] = 1.0

@@ -48,7 +48,7 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         chunk_tokens=chunks,
         lower_bound=x["lower_bound"],
     )
-    Aqk, Akk, q_rstd, k_rstd = run(
+    Aqk, Akk, rstd = run(
         fwd_intra.STAGE,
         q=x["q"],
         k=x["k"],
@@ -65,12 +65,11 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         g_cumsum=g_cumsum,
         beta=x["beta"],
         Akk=Akk,
-        q_rstd=q_rstd,
-        k_rstd=k_rstd,
+        rstd=rstd,
         chunk_tokens=chunks,
         scale=x["scale"],
     )
-    del Akk, q_rstd, k_rstd
+    del Akk, rstd
     h, v_new, ht = run(fwd_state.STAGE, w=w, u=u, kg=kg, g_cumsum=g_cumsum, h0=x["h0"], seq_chunks=x["seq_chunks"])
     del w, u, kg, g_cumsum
     (o,) = run(fwd_output.STAGE, qg=qg, h=h, Aqk=Aqk, v_new=v_new, chunk_tokens=chunks)

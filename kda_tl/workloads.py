@@ -1,0 +1,219 @@
+"""Named problems with seeded inputs: what is tuned, benchmarked and verified. A workload is one line with tags."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_tl.errors import InputError
+from kda_tl.problem import Problem
+from kda_tl.reference import activate_gate
+
+DECAYS = ("steep", "slow")
+LOWER_BOUND = -5.0
+_SLOW_SHIFT = 7.0  # subtracted from the raw gate: a state then survives thousands of tokens
+_MAX_TRIMMED_SEQUENCES = 4
+_TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One call of ``chunk_kda`` worth naming: everything in the kernels, no initial state, final state written.
+
+    Attributes:
+        name: unique, as passed to ``--workload``.
+        B: sequences of T tokens each; 1 for packed sequences.
+        T: tokens a sequence; the sum of ``lengths`` for packed sequences.
+        H: query/key heads.
+        HV: value heads, H unless given.
+        K: key head dimension.
+        V: value head dimension.
+        dtype: element type of q, k, v, g and beta: bf16, fp16 or fp32.
+        gate: "log", "softplus" or "safe" (lower_bound -5).
+        decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
+        lengths: tokens of each packed sequence; empty for a dense batch.
+        tags: groups it belongs to: "tune", "bench", "cpu".
+
+    Raises:
+        InputError: a field is outside its range.
+    """
+
+    name: str
+    B: int = 1
+    T: int = 0
+    H: int
+    HV: int = 0
+    K: int = 128
+    V: int = 128
+    dtype: str = "bf16"
+    gate: str = "safe"
+    decay: str = "steep"
+    lengths: tuple[int, ...] = ()
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "HV", self.HV or self.H)
+        if self.lengths:
+            object.__setattr__(self, "T", sum(self.lengths))
+        if self.decay not in DECAYS:
+            raise InputError(f"decay must be one of {', '.join(DECAYS)}, got {self.decay!r}.")
+        if self.lengths and self.B != 1:
+            raise InputError(f"packed sequences need B=1, got B={self.B}.")
+        if self.B < 1 or self.T < 1:
+            raise InputError(f"{self.name} needs at least one token: pass B and T, or lengths.")
+        self.problem()
+
+    @property
+    def tokens(self) -> int:
+        """Total tokens."""
+        return self.B * self.T
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Token bounds of the sequences, the batch flattened into the tokens."""
+        lengths = self.lengths or (self.T,) * self.B
+        return tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
+
+    def problem(self) -> Problem:
+        """What the operator makes of :meth:`inputs`."""
+        return Problem(
+            H=self.H,
+            HV=self.HV,
+            K=self.K,
+            V=self.V,
+            tokens=self.tokens,
+            sequences=len(self.lengths) or self.B,
+            longest=max(self.lengths, default=self.T),
+            dtype=self.dtype,
+            gate=self.gate,
+            has_A_log=self.gate != "log",
+            has_dt_bias=self.gate != "log",
+            beta="sigmoid",
+            l2norm=True,
+            varlen=bool(self.lengths),
+            final_state=True,
+        )
+
+    def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+        """Keyword arguments for :func:`kda_tl.chunk_kda`, drawn on the device.
+
+        q, k, v and the logits of beta are N(0, 1). Raw gate, A_log and dt_bias: see :func:`draw_gate`.
+        """
+        device = torch.device(device)
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(self.B, self.T, *shape, generator=generator, device=device).to(_TORCH_DTYPE[self.dtype])
+
+        inputs: dict[str, Any] = {
+            "q": draw(self.H, self.K),
+            "k": draw(self.H, self.K),
+            "v": draw(self.HV, self.V),
+            "beta": draw(self.HV),
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": self.gate != "log",
+            "use_beta_sigmoid_in_kernel": True,
+            "safe_gate": self.gate == "safe",
+            "lower_bound": LOWER_BOUND if self.gate == "safe" else None,
+            **draw_gate(self, generator),
+        }
+        if self.lengths:
+            inputs["cu_seqlens_cpu"] = torch.tensor(self.bounds, dtype=torch.int32)
+            inputs["cu_seqlens"] = inputs["cu_seqlens_cpu"].to(device)
+        return inputs
+
+    def trimmed(self, tokens: int) -> Workload:
+        """A twin of at most about ``tokens`` tokens that the same kernels serve, for checks against slow references.
+
+        Heads, dimensions and modes stay. The twin keeps several sequences where there are several, and every sequence
+        that is cut ends inside a chunk of any size.
+        """
+        if self.tokens <= tokens:
+            return self
+        count = min(len(self.lengths) or self.B, _MAX_TRIMMED_SEQUENCES)
+        share = tokens / sum(self.lengths[:count] or (self.T,) * count)
+        if self.lengths:
+            lengths = tuple(_make_ragged(n, share) for n in self.lengths[:count])
+            return replace(self, name=f"{self.name}-trimmed", lengths=lengths)
+        return replace(self, name=f"{self.name}-trimmed", B=count, T=_make_ragged(self.T, share))
+
+
+def _make_ragged(length: int, share: float) -> int:
+    """A share of a length, odd, so that no chunk size divides it."""
+    return max(1, min(length, int(length * share))) - 1 | 1
+
+
+def draw_gate(workload: Workload, generator: torch.Generator) -> dict[str, Any]:
+    """``g``, ``A_log`` and ``dt_bias`` of a workload.
+
+    Steep: raw g ~ N(0, 1), A_log and dt_bias ~ U(0, 1). Slow: the same with 7 subtracted from raw g; for the softplus
+    gate Mamba's initialisation instead, A ~ U(1, 16) and a step log-uniform in [0.001, 0.1]. A "log" gate gets what the
+    safe gate makes of the same numbers.
+
+    Source: gates of FlashKDA's benchmark (steep); ``mamba_ssm/modules/mamba2.py`` (A and dt_bias).
+    """
+    w, device = workload, generator.device
+    raw = torch.randn(w.B, w.T, w.HV, w.K, generator=generator, device=device)
+    A = torch.rand(w.HV, generator=generator, device=device)
+    bias = torch.rand(w.HV * w.K, generator=generator, device=device)
+    if w.gate == "softplus" and w.decay == "slow":
+        A = torch.log1p(15 * A)
+        step = torch.exp(math.log(1e-3) + bias * (math.log(1e-1) - math.log(1e-3)))
+        bias = step + torch.log(-torch.expm1(-step))  # the inverse of softplus
+    elif w.decay == "slow":
+        raw -= _SLOW_SHIFT
+    dtype = _TORCH_DTYPE[w.dtype]
+    if w.gate == "log":
+        return {"g": activate_gate(raw, gate="safe", A_log=A, dt_bias=bias, lower_bound=LOWER_BOUND).to(dtype)}
+    return {"g": raw.to(dtype), "A_log": A, "dt_bias": bias}
+
+
+_PACKED = (1300, 547, 2048, 963, 271, 3063)
+
+WORKLOADS: tuple[Workload, ...] = (
+    Workload(name="safe-T1024-H8", T=1024, H=8, tags=("tune",)),
+    Workload(name="safe-T1024-H32", T=1024, H=32, tags=("tune",)),
+    Workload(name="safe-T1024-H64", T=1024, H=64, tags=("tune",)),
+    Workload(name="safe-T1024-H96", T=1024, H=96, tags=("tune",)),
+    Workload(name="safe-T8192-H8", T=8192, H=8, tags=("tune",)),
+    Workload(name="safe-T8192-H32", T=8192, H=32, tags=("tune", "bench")),
+    Workload(name="safe-T8192-H64", T=8192, H=64, tags=("tune", "bench")),
+    Workload(name="safe-T8192-H96", T=8192, H=96, tags=("tune", "bench")),
+    Workload(name="safe-T32768-H8", T=32768, H=8, tags=("tune",)),
+    Workload(name="safe-packed-H64", lengths=_PACKED, H=64, tags=("tune",)),
+    Workload(name="slow-T8192-H32", T=8192, H=32, decay="slow", tags=("bench",)),
+    Workload(name="slow-T8192-H64", T=8192, H=64, decay="slow", tags=("bench",)),
+    Workload(name="slow-T8192-H96", T=8192, H=96, decay="slow", tags=("bench",)),
+    Workload(name="softplus-T1024-H8", T=1024, H=8, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T1024-H32", T=1024, H=32, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T1024-H64", T=1024, H=64, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T1024-H96", T=1024, H=96, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T8192-H8", T=8192, H=8, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", tags=("tune", "bench")),
+    Workload(name="softplus-T8192-H64", T=8192, H=64, gate="softplus", decay="slow", tags=("tune", "bench")),
+    Workload(name="softplus-T8192-H96", T=8192, H=96, gate="softplus", decay="slow", tags=("tune", "bench")),
+    Workload(name="softplus-T32768-H8", T=32768, H=8, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
+    Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
+)
+
+
+def select(names_or_tags: Iterable[str]) -> tuple[Workload, ...]:
+    """The workloads of some names and tags, each once, in the order of the table.
+
+    Raises:
+        InputError: a word is neither; the message lists what there is.
+    """
+    wanted = set(names_or_tags)
+    unknown = wanted - {word for w in WORKLOADS for word in (w.name, *w.tags)}
+    if unknown:
+        tags = ", ".join(sorted({tag for w in WORKLOADS for tag in w.tags}))
+        names = ", ".join(w.name for w in WORKLOADS)
+        raise InputError(f"unknown workload {', '.join(sorted(unknown))}: pass a tag ({tags}) or a name ({names}).")
+    return tuple(w for w in WORKLOADS if wanted & {w.name, *w.tags})
