@@ -48,33 +48,42 @@ class Kernel:
         self._outputs = []
         for name in stage.outputs:
             spec = specs[name]
-            dims = [int(d) if d.isdigit() else static.get(d, d) for d in spec.dims]
+            lead, *dims = spec.dims  # NT, N or tokens, known at the call; the rest is compiled in
+            tail = [int(d) if d.isdigit() else static[d] for d in dims]
             if problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
-                dims[2:] = [dims[3], dims[2]]
-            self._outputs.append((dims, dtype_of(spec), spec.present(problem)))
+                tail[1:] = [tail[2], tail[1]]
+            self._outputs.append((lead, tail, dtype_of(spec), spec.present(problem)))
+        self._bound: dict[torch.device, tuple[list[Any], list[Any]]] = {}
 
     @property
     def source(self) -> str:
         """The generated CUDA or C."""
         return str(self._jit.get_kernel_source())
 
+    def _bind(self, device: torch.device) -> tuple[list[Any], list[Any]]:
+        """What a call on one device needs of the inputs and outputs, looked up once."""
+        inputs = [(name, None if present else placeholder(dtype, device)) for name, dtype, present in self._inputs]
+        outputs = [
+            # new_empty of a tensor at hand: torch.empty with dtype and device takes 2.7 us, twice as long (H200 host)
+            (placeholder(dtype, device).new_empty if present else None, lead, tail, placeholder(dtype, device))
+            for lead, tail, dtype, present in self._outputs
+        ]
+        bound = self._bound[device] = inputs, outputs
+        return bound
+
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
         """Uninitialised outputs; None for those the problem does not have."""
-        # new_empty of a tensor at hand: torch.empty with dtype and device costs 2.7 us, twice that (H200 host)
-        return [
-            placeholder(dtype, device).new_empty([d if type(d) is int else sizes[d] for d in dims]) if present else None
-            for dims, dtype, present in self._outputs
-        ]
+        _, outputs = self._bound.get(device) or self._bind(device)
+        return [make and make((sizes[lead], *tail)) for make, lead, tail, _ in outputs]
 
     def launch(self, tensors: Mapping[str, Any], outputs: list[torch.Tensor | None], device: torch.device) -> None:
         """Writes the outputs. ``tensors`` are the stage's inputs and scalars by name; does not wait for the device."""
-        args = [tensors[name] if present else placeholder(dtype, device) for name, dtype, present in self._inputs]
+        inputs, absent = self._bound.get(device) or self._bind(device)
+        args = [tensors[name] if stand_in is None else stand_in for name, stand_in in inputs]
         if self._cpu:  # fp32 kernels: cast at the boundary
             args = [x.to(dtype).contiguous() for x, (_, dtype, _) in zip(args, self._inputs, strict=True)]
-        for tensor, (_, dtype, _) in zip(outputs, self._outputs, strict=True):
-            args.append(placeholder(dtype, device) if tensor is None else tensor)
-        for name in self.stage.scalars:
-            args.append(tensors[name])
+        args += [absent[i][3] if x is None else x for i, x in enumerate(outputs)]
+        args += [tensors[name] for name in self.stage.scalars]
         self._call(*args)
 
     def __call__(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> Sequence[Any]:

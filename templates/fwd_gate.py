@@ -49,8 +49,8 @@ class FwdGateConfig(Config):
     """BK: channels a thread block scans; threads: threads a block; unroll: rows whose loads are in flight."""
 
     BK: int = axis(64, 32, 64, 128)
-    threads: int = axis(32, 32, 64, 128)
-    unroll: int = axis(16, 4, 8, 16, 32)
+    threads: int = axis(32, 32, 64)
+    unroll: int = axis(16, 8, 16, 32)
 
     def reject(self, case: Case) -> str | None:
         """Every thread owns at least one channel, and chunks are whole multiples of the unrolled rows."""

@@ -67,9 +67,9 @@ def reference(
 class FwdStateConfig(Config):
     """BV: value channels a block owns; threads; num_stages: chunks whose tiles are loaded ahead."""
 
-    BV: int = axis(32, 32, 64, 128)
+    BV: int = axis(32, 16, 32, 64, 128)
     threads: int = axis(128, 128, 256)
-    num_stages: int = axis(2, 1, 2, 3)
+    num_stages: int = axis(2, 1, 2, 3, 4)
 
     def reject(self, case: Case) -> str | None:
         """BV divides; the pipelined tiles fit shared memory; the state fits the registers."""
