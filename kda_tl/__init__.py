@@ -1,8 +1,10 @@
 """kda_tl: TileLang kernels for Kimi Delta Attention, tuned per GPU and dispatched at call time."""
 
-from kda_tl.chunk import chunk_kda, explain
-from kda_tl.db import use
-from kda_tl.dispatch import pin
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kda_tl.errors import (
     CompileError,
     DatabaseError,
@@ -13,6 +15,11 @@ from kda_tl.errors import (
     UnsupportedError,
     WrongResultError,
 )
+
+if TYPE_CHECKING:
+    from kda_tl.chunk import chunk_kda, explain
+    from kda_tl.db import use
+    from kda_tl.dispatch import pin
 
 __version__ = "0.1.0"
 
@@ -31,3 +38,22 @@ __all__ = [
     "pin",
     "use",
 ]
+
+# Loaded at first use, so that `kda-tl --help` and the submodules without tensors do not wait for torch.
+_LAZY = {
+    "chunk_kda": "kda_tl.chunk",
+    "explain": "kda_tl.chunk",
+    "pin": "kda_tl.dispatch",
+    "use": "kda_tl.db",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from typing import Any, NamedTuple
 
@@ -106,6 +107,7 @@ def explain(*args: Any, **kwargs: Any) -> Choice:
 
     bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
     bound.apply_defaults()
+    _check_tensors(bound.arguments)
     bounds = _token_bounds(bound.arguments)
     problem, device, chunk_size = _parse(bound.arguments, bounds)
     return choose(problem, device, chunk_size)
@@ -144,10 +146,12 @@ def _prepare(a: dict[str, Any]) -> _Ready:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
         tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in _TENSORS]
-        key = (*tensors, *[a[name] for name in _FLAGS], _token_bounds(a), context())
+        flags = [a[name] for name in _FLAGS]
+        key = (*tensors, *flags, a["cu_seqlens"] is None, _token_bounds(a), context())
         found = _ready.get(key)
     except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it
         _check_tensors(a)
+        _check_flags(a)
         raise
     if found is None:
         problem, device, chunk_size = _parse(a, key[-2])
@@ -191,7 +195,7 @@ def _run(ready: _Ready, program: Program, a: dict[str, Any]) -> Any:
         "g": _aligned(a["g"]).view(p.tokens, p.HV, p.K),
         "beta": _aligned(a["beta"]).view(p.tokens, p.HV),
     }
-    tensors["A_log"] = _parameter(a["A_log"]) if p.has_A_log else None
+    tensors["A_log"] = _parameter(a["A_log"]).view(p.HV) if p.has_A_log else None
     tensors["dt_bias"] = _parameter(a["dt_bias"]).view(p.HV, p.K) if p.has_dt_bias else None
     tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
     tensors["chunk_tokens"], tensors["seq_chunks"] = layout.chunk_tokens, layout.seq_chunks
@@ -211,7 +215,7 @@ def _run_reference(ready: _Ready, a: dict[str, Any]) -> Any:
     p = ready.problem
     if ready.program is None:
         _warn_reference(ready.choice.reason)
-    if a["return_intermediate_states"]:
+    if a["return_intermediate_states"] and p.tokens:
         raise UnsupportedError(
             "the reference path has no chunks, so no intermediate states: install a compiler (see `kda-tl doctor`)."
         )
@@ -229,7 +233,10 @@ def _run_reference(ready: _Ready, a: dict[str, Any]) -> Any:
         cu_seqlens=torch.tensor(ready.bounds) if p.varlen else None,
         dtype=torch.float32,
     )
-    return o.to(a["q"].dtype), state if p.final_state else None
+    o, ht = o.to(a["q"].dtype), state if p.final_state else None
+    if not a["return_intermediate_states"]:
+        return o, ht
+    return o, ht, o.new_empty((a["q"].shape[0], 0, *state.shape[1:]))
 
 
 _warned: set[str] = set()
@@ -303,6 +310,9 @@ def _check_tensors(a: dict[str, Any]) -> None:
             raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {a[name].dtype}: cast it.")
     if q.device.type not in ("cpu", "cuda"):
         raise InputError(f"tensors must be on a CUDA device or the CPU, got {q.device}.")
+    for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"):
+        if a[name] is not None and not isinstance(a[name], Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(a[name]).__name__}.")
     for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"):
         x = a[name]
         if x is not None and x.device != q.device:
@@ -321,6 +331,9 @@ def _check_gradients(a: dict[str, Any]) -> None:
 def _check_flags(a: dict[str, Any]) -> None:
     use_gate, lower_bound = a["use_gate_in_kernel"], a["lower_bound"]
     low, high = LOWER_BOUND_RANGE
+    for name in ("scale", "lower_bound"):
+        if a[name] is not None and not isinstance(a[name], numbers.Real):
+            raise InputError(f"{name} must be a number or None, got {type(a[name]).__name__}.")
     if use_gate and a["safe_gate"] and lower_bound is None:
         raise InputError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, for example -5.0.")
     if lower_bound is not None and not low <= lower_bound < high:
@@ -329,13 +342,16 @@ def _check_flags(a: dict[str, Any]) -> None:
         raise InputError("use_gate_in_kernel=True needs A_log of shape [HV], or a lower_bound.")
     if a["allow_neg_eigval"] and not a["use_beta_sigmoid_in_kernel"]:
         raise InputError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True: it doubles that sigmoid.")
-    if a["chunk_size"] is not None and a["chunk_size"] not in BT_CHOICES:
-        raise InputError(f"chunk_size must be one of {sorted(BT_CHOICES)} or None, got {a['chunk_size']}.")
+    chunk_size = a["chunk_size"]
+    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size in BT_CHOICES):
+        raise InputError(f"chunk_size must be one of {sorted(BT_CHOICES)} or None, got {chunk_size!r}.")
 
 
 def _check_shapes(a: dict[str, Any]) -> None:
     B, T, H, K = a["q"].shape
     HV, V = a["v"].shape[2:]
+    if B < 1:
+        raise InputError("the batch must hold at least one sequence, which may be empty, got B=0.")
     for name, shape in (("k", (B, T, H, K)), ("v", (B, T, HV, V)), ("g", (B, T, HV, K)), ("beta", (B, T, HV))):
         if tuple(a[name].shape) != shape:
             raise InputError(f"{name} must have the shape {list(shape)}, got {list(a[name].shape)}.")

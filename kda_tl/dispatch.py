@@ -20,7 +20,7 @@ from kda_tl.device import Device, find_compiler
 from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.kernel import Program
 from kda_tl.problem import Problem
-from kda_tl.stage import Case, Config, Plan
+from kda_tl.stage import BT_CHOICES, Case, Config, Plan
 
 DEFAULT_PIPELINE = {"fwd": "staged"}
 DEFAULT_BT = 64
@@ -111,13 +111,23 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
 
 
 def default_plan(problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC) -> Plan:
-    """The plan when nothing is tuned."""
+    """The plan when nothing is tuned: chunks of BT tokens, or of fewer where the device has no room for them.
+
+    Raises:
+        InputError: the device runs no chunk size of at most BT; the message holds the first stage's reason.
+    """
     from kda_tl.templates.pipelines import PIPELINES
 
     pipeline = PIPELINES[DEFAULT_PIPELINE[problem.direction]]
-    case = Case(problem=problem, device=device, BT=BT, BC=min(BC, BT))
-    stages = tuple((stage.name, stage.default(case)) for stage in pipeline.stages)
-    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=stages)
+    failure = ""
+    for size in (choice for choice in sorted(BT_CHOICES, reverse=True) if choice <= BT):
+        case = Case(problem=problem, device=device, BT=size, BC=min(BC, size))
+        stages = tuple((stage.name, stage.default(case)) for stage in pipeline.stages)
+        reasons = (f"{name}: {reason}" for name, config in stages if (reason := config.reject(case)))
+        failure = next(reasons, "")
+        if not failure:
+            return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=stages)
+    raise InputError(f"{problem.key} does not fit {device.slug}: {failure}.")
 
 
 def resolve(
@@ -142,7 +152,8 @@ def resolve(
         strict: entries measured with other templates than today's are misses instead of marked stale.
 
     Raises:
-        InputError: the pinned plan cannot run this problem.
+        InputError: the pinned plan cannot run this problem or has another chunk size, no plan is of the pinned numerics
+            class, or the device has no room for the chunk size.
     """
     if not compiler:
         what = "nvcc" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
@@ -150,6 +161,10 @@ def resolve(
         return Choice(plan=None, step="reference", source="reference", reason=reason)
     if pin is not None and pin.plan is not None:
         plan = parse_plan(pin.plan.as_dict(), problem, device)
+        if chunk_size not in (None, plan.BT):
+            raise InputError(
+                f"the pinned plan has BT={plan.BT}, but chunk_size={chunk_size} was asked for: leave one of them out."
+            )
         return Choice(plan=plan, step="pinned", source="caller", reason="the caller pinned this plan")
     passed_over: list[str] = []
     numerics = pin.numerics if pin else None
@@ -177,6 +192,12 @@ def resolve(
                 passed_over=tuple(passed_over),
             )
     plan = default_plan(problem, device, BT=chunk_size or DEFAULT_BT)
+    if chunk_size not in (None, plan.BT):
+        raise InputError(
+            f"{device.slug} has no room for chunks of {chunk_size} tokens: pass chunk_size={plan.BT} or less."
+        )
+    if numerics not in (None, numerics_class(plan)):
+        raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
     reason = f"nothing tuned for {Key.of(problem).text} on {device.slug}; run `kda-tl tune` there"
     return Choice(plan=plan, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
 

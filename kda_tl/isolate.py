@@ -1,10 +1,10 @@
 """Functions run in spawned worker processes, so that a crash or a hang never takes the coordinator down.
 
 A worker is a fresh interpreter (nothing forked: CUDA contexts do not survive a fork) that imports one target,
-``"module:function"``, and serves calls over a socket (:mod:`kda_tl.worker`). It is started with ``subprocess`` and not by
-``multiprocessing``, which would import the caller's ``__main__`` (pytest, the CLI, a user's unguarded script)
-into every worker. Each worker is the leader of its own session: a Ctrl-C in the terminal reaches the coordinator
-only, and a kill takes the compilers it started along.
+``"module:function"``, and serves calls over a socket (:mod:`kda_tl.worker`). It is started with ``subprocess`` and not
+by ``multiprocessing``, which would import the caller's ``__main__`` (pytest, the CLI, a user's unguarded script) into
+every worker. Each worker is the leader of its own session: a Ctrl-C in the terminal reaches the coordinator only, and
+a kill takes the compilers along that the worker started.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import IO, Any
 
 from kda_tl.errors import InputError, KdaTlError
 
+_WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 120.0  # importing torch and tilelang takes 5 s on an idle machine, far longer on a cold disk
 _POLL_S = 0.2
 _EXIT_GRACE_S = 1.0
@@ -35,7 +37,9 @@ _PENDING = object()
 class WorkerFailure(KdaTlError, RuntimeError):
     """A call in a worker gave no result. ``output`` is the end of what the worker printed during it."""
 
-    output: str = ""
+    def __init__(self, message: str, output: str = "") -> None:
+        self.output = output
+        super().__init__(message)
 
 
 class WorkerCrash(WorkerFailure):
@@ -46,20 +50,20 @@ class WorkerCrash(WorkerFailure):
         signal_name: the signal that ended it (``SIGSEGV``), or None.
     """
 
-    def __init__(self, returncode: int) -> None:
+    def __init__(self, returncode: int, output: str = "") -> None:
         self.exit_code = returncode if returncode >= 0 else None
         names = {int(known): known.name for known in signal.Signals}  # real-time signals have none
         self.signal_name = names.get(-returncode, f"signal {-returncode}") if returncode < 0 else None
         how = f"was ended by {self.signal_name}" if self.signal_name else f"exited with code {returncode}"
-        super().__init__(f"the worker process {how}.")
+        super().__init__(f"the worker process {how}.", output)
 
 
 class WorkerTimeout(WorkerFailure):
-    """The call took longer than allowed; the worker was killed."""
+    """The call, or the start of the worker, took longer than allowed; the worker was killed."""
 
-    def __init__(self, timeout_s: float, doing: str = "the call") -> None:
+    def __init__(self, what: str, timeout_s: float, output: str = "") -> None:
         self.timeout_s = timeout_s
-        super().__init__(f"{doing} took longer than {timeout_s:g} s; the worker was killed.")
+        super().__init__(f"{what} took longer than {timeout_s:g} s; the worker was killed.", output)
 
 
 class WorkerError(WorkerFailure):
@@ -71,11 +75,11 @@ class WorkerError(WorkerFailure):
         remote_traceback: its formatted traceback.
     """
 
-    def __init__(self, type_name: str, message: str, remote_traceback: str = "") -> None:
+    def __init__(self, type_name: str, message: str, remote_traceback: str = "", output: str = "") -> None:
         self.type_name = type_name
         self.message = message
         self.remote_traceback = remote_traceback
-        super().__init__(f"{type_name}: {message}")
+        super().__init__(f"{type_name}: {message}", output)
 
 
 @dataclass(eq=False)
@@ -99,10 +103,11 @@ class _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
         handles = (theirs.fileno(), lifeline_theirs.fileno())
-        serve = f"from kda_tl.worker import serve; serve({target!r}, {handles[0]}, {handles[1]})"
+        # By its path, so that nothing but the target decides what is imported: kda_tl itself takes torch's 2.5 s.
+        code = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({_WORKER!r}, run_name='__main__')"
         with theirs, lifeline_theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {serve}"],
+                [sys.executable, "-c", code, target, *map(str, handles)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -214,28 +219,25 @@ class IsolatedWorker:
     def _poll(self) -> Any:
         """The result of the call if it is there, else _PENDING; raises the failures of :meth:`call`."""
         process = self._process
-        assert process
+        if process is None:
+            raise RuntimeError("no call is under way")
         dead = process.popen.poll() is not None  # asked before the socket, which may hold a last answer
         try:
             if process.connection.poll():
                 return self._receive(process)
         except (EOFError, ConnectionResetError):
             dead = True
-        failure: WorkerFailure
         if dead:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(_EXIT_GRACE_S)
+            output, self._process = process.read_output(), None
+            raise WorkerCrash(process.kill(), output)
+        if time.monotonic() > process.deadline:
             output = process.read_output()
-            failure = WorkerCrash(process.kill())
-        elif time.monotonic() > process.deadline:
-            output = process.read_output()
-            failure = WorkerTimeout(self.timeout_s) if process.ready else WorkerTimeout(_START_TIMEOUT_S, "its start")
-            process.kill()
-        else:
-            return _PENDING
-        self._process = None
-        failure.output = output
-        raise failure
+            self.kill()
+            late = ("the call", self.timeout_s) if process.ready else ("starting the worker", _START_TIMEOUT_S)
+            raise WorkerTimeout(*late, output)
+        return _PENDING
 
     def _receive(self, process: _Process) -> Any:
         kind, value = process.connection.recv()
@@ -246,15 +248,14 @@ class IsolatedWorker:
             return _PENDING
         process.busy = False
         if kind == "error":
-            failure = WorkerError(*value)
-            failure.output = process.read_output()
-            raise failure
+            type_name, message, remote_traceback = value
+            raise WorkerError(type_name, message, remote_traceback, process.read_output())
         return value
 
 
 def map_pool(
     target: str, payloads: Sequence[Any], *, jobs: int, timeout_s: float
-) -> Iterator[tuple[int, Any | WorkerFailure]]:
+) -> Generator[tuple[int, Any | WorkerFailure], None, None]:
     """Runs a target on many payloads in isolated workers; yields (index, result or failure) as they end.
 
     A failure is yielded, never raised, and costs only its own payload. Leaving the loop early kills the workers.
@@ -294,5 +295,5 @@ def _wait_any(workers: Sequence[IsolatedWorker]) -> None:
     """Sleeps until one of the workers may have news: a message, the end of its process, or a deadline."""
     # The cap is for a worker that died while a grandchild holds its socket open: no message comes, only a zombie.
     processes = [worker._process for worker in workers if worker._process]
-    remaining = min(process.deadline for process in processes) - time.monotonic()
-    wait([process.connection for process in processes], timeout=min(_POLL_S, max(0.0, remaining)))
+    remaining = min([_POLL_S, *(process.deadline - time.monotonic() for process in processes)])
+    wait([process.connection for process in processes], timeout=max(0.0, remaining))

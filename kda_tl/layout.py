@@ -57,6 +57,7 @@ def dense_bounds(B: int, T: int) -> tuple[int, ...]:
     return tuple(range(0, B * T + 1, T)) if T else (0,) * (B + 1)
 
 
+_INTEGERS = (torch.int32, torch.int64)
 _seen: MutableMapping[torch.Tensor, tuple[int, tuple[int, ...]]] = WeakTensorKeyDictionary()
 
 
@@ -68,7 +69,7 @@ def packed_bounds(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None,
     made under ``torch.inference_mode`` carry no version, so they are read at every call.
 
     Raises:
-        InputError: not integer, not 1-D, not from 0 to ``tokens``, or decreasing.
+        InputError: not integer, not 1-D, not from 0 to ``tokens``, decreasing, or not of the host copy's length.
     """
     source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     version = None if source.is_inference() else source._version
@@ -76,7 +77,7 @@ def packed_bounds(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None,
     if known is not None and known[0] == version:
         bounds = known[1]
     else:
-        if source.dim() != 1 or source.dtype not in (torch.int32, torch.int64) or len(source) < 2:
+        if source.dim() != 1 or source.dtype not in _INTEGERS or len(source) < 2:
             raise InputError(
                 f"cu_seqlens must be a 1-D int32 or int64 tensor [0, ..., T], got {source.dtype} {list(source.shape)}."
             )
@@ -85,6 +86,11 @@ def packed_bounds(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None,
             raise InputError("cu_seqlens must not decrease: pass the running sum of the sequence lengths.")
         if version is not None:
             _seen[source] = (version, bounds)
+    if source is not cu_seqlens and (cu_seqlens.shape != source.shape or cu_seqlens.dtype not in _INTEGERS):
+        raise InputError(
+            "cu_seqlens must be a 1-D int32 or int64 tensor of which cu_seqlens_cpu is the copy, got "
+            f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} and {list(source.shape)}."
+        )
     if bounds[0] != 0 or bounds[-1] != tokens:
         raise InputError(f"cu_seqlens must start at 0 and end at T={tokens}, got {bounds[0]} and {bounds[-1]}.")
     return bounds

@@ -201,14 +201,14 @@ def ratio_ci(a_rounds: Sequence[float], b_rounds: Sequence[float], *, seed: int 
 
 
 def read_gpu_state(index: int = 0) -> dict[str, Any]:
-    """Name, driver and current clocks of a GPU as NVML knows them; empty where NVML does not answer."""
+    """Name, driver and current clocks of a CUDA device as NVML knows them; empty where NVML does not answer."""
     state: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # no library, no driver, no permission: all mean unknown
         import pynvml
 
         pynvml.nvmlInit()
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            handle = _find_handle(pynvml, index)
             state["gpu"] = _text(pynvml.nvmlDeviceGetName(handle))
             state["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
             state["sm_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -216,6 +216,13 @@ def read_gpu_state(index: int = 0) -> dict[str, Any]:
         finally:
             pynvml.nvmlShutdown()
     return state
+
+
+def _find_handle(nvml: Any, index: int) -> Any:
+    """NVML counts all GPUs of the machine, CUDA those that are visible: only the UUID means the same to both."""
+    with contextlib.suppress(Exception):
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    return nvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def _text(value: str | bytes) -> str:

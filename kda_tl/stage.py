@@ -101,6 +101,12 @@ class Config:
         return None
 
 
+def prefer(case: Case, *configs: ConfigT) -> ConfigT:
+    """The first of some configs that the case does not reject, else the first of their space, else the first."""
+    valid = (config for config in (*configs, *type(configs[0]).space()) if config.reject(case) is None)
+    return next(valid, configs[0])
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape, dtype and presence of one named tensor of a stage.

@@ -22,8 +22,6 @@ def serve(target: str, handle: int, lifeline: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a segfault says where, in the output that WorkerCrash carries
-    for inherited in (handle, lifeline):
-        os.set_inheritable(inherited, False)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     connection = Connection(handle)
     module, _, name = target.partition(":")

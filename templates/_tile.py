@@ -77,10 +77,7 @@ def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
 
 
 def _extent(dim: str, sizes: dict[str, Any]) -> Any:
-    if dim.isdigit():
-        return int(dim)
-    name, _, extra = dim.partition("+")
-    return sizes[name] + int(extra) if extra else sizes[name]
+    return int(dim) if dim.isdigit() else sizes[dim]
 
 
 def beta_factor(problem: Problem, raw: Any) -> Any:

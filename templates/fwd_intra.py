@@ -22,7 +22,7 @@ import tilelang.language as T
 import torch
 
 from kda_tl.reference import activate_beta
-from kda_tl.stage import Case, Config, Cost, Stage, axis
+from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import share_heads, split_chunks
 from kda_tl.templates._tile import L2NORM_EPS, Tile, annotate, beta_factor
 
@@ -143,12 +143,13 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
             k_frag = tile.fragment((BT, BK), tile.io)
             product = tile.fragment((BT, BK))
             qk_dot = tile.fragment((BT,))
-            qq_dot = tile.fragment((BT,))
-            kk_dot = tile.fragment((BT,))
+            if p.l2norm:
+                qq_dot = tile.fragment((BT,))
+                kk_dot = tile.fragment((BT,))
+                T.clear(qq_dot)
+                T.clear(kk_dot)
             pairs = [tile.fragment((BT, half)) for _ in levels]
             T.clear(qk_dot)
-            T.clear(qq_dot)
-            T.clear(kk_dot)
             for pair in pairs:
                 T.clear(pair)
             for i_k in T.serial(p.KP // BK):
@@ -213,8 +214,8 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
             for i, j in tile.parallel(BT, BT):
                 Aqk[i_t, i_hv, i, j] = T.cast(A_shared[i, j], tile.io)
 
-            # Merging with io operands adds nothing to the rounding of Akk itself: 1.7e-3 in bf16, as with tf32 operands,
-            # which took 11 to 20 % longer (H200, B1 T8192 H32).
+            # Merging with io operands adds nothing to the rounding of Akk itself: 1.7e-3 in bf16, as with tf32
+            # operands, which took 11 to 20 % longer (H200, B1 T8192 H32).
             inverse = tile.shared((BT, BT))
             column = T.alloc_local((BC,), "float32")
             T.clear(inverse)
@@ -244,10 +245,9 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
 
 
 def default(case: Case) -> FwdIntraConfig:
-    """All channels at once up to 128; as many warps as the products have tiles, at most four."""
-    KP = case.problem.KP
+    """As many channels at once as K has and shared memory holds; four warps, one where the products are small."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 32
-    return FwdIntraConfig(BK=KP if KP in (32, 64, 128) else 64 if KP % 64 == 0 else 32, threads=threads)
+    return prefer(case, *(FwdIntraConfig(BK=BK, threads=threads) for BK in (128, 64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Config, Cost, Stage, axis
+from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import join_chunks
 from kda_tl.templates._tile import Tile, annotate
 
@@ -63,6 +63,8 @@ class FwdOutputConfig(Config):
             return None
         if self.threads // 32 > (case.BT // 16) * (self.BV // 8):
             return f"threads={self.threads} is more warps than a {case.BT} x {self.BV} product has 16 x 8 tiles"
+        if self.num_stages and self.threads > 128:
+            return "a pipelined block of two warpgroups races on the operands outside its pipeline (tilelang 0.1.15)"
         if self.num_stages > p.KP // self.BK:
             return f"num_stages={self.num_stages} exceeds the {p.KP // self.BK} steps over K"
         io = 4 if p.dtype == "fp32" else 2
@@ -118,10 +120,9 @@ def build(case: Case, config: FwdOutputConfig) -> Any:
 
 
 def default(case: Case) -> FwdOutputConfig:
-    """64 x 64 tiles where the dimensions allow."""
-    p = case.problem
+    """64 x 64 tiles where the dimensions and shared memory allow."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
-    return FwdOutputConfig(BK=64 if p.KP % 64 == 0 else 32, BV=64 if p.VP % 64 == 0 else 32, threads=threads)
+    return prefer(case, *(FwdOutputConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -15,7 +15,7 @@ import tilelang.language as T
 import torch
 
 from kda_tl.reference import activate_beta
-from kda_tl.stage import Case, Config, Cost, Stage, axis
+from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import share_heads, split_chunks
 from kda_tl.templates._tile import Tile, annotate, beta_factor
 
@@ -168,10 +168,9 @@ def build(case: Case, config: FwdWyConfig) -> Any:
 
 
 def default(case: Case) -> FwdWyConfig:
-    """Whole 64-channel tiles where the dimensions allow."""
-    p = case.problem
+    """64-channel tiles where the dimensions and shared memory allow."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
-    return FwdWyConfig(BK=64 if p.KP % 64 == 0 else 32, BV=64 if p.VP % 64 == 0 else 32, threads=threads)
+    return prefer(case, *(FwdWyConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -12,11 +12,11 @@ LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers th
     "stage layout workloads db db_file records lookup gpus journal",
     "templates",
     "kernel dispatch measure isolate worker",
-    "chunk __init__ | tuner search trial crew progress static",  # operators | search: neither imports the other
+    "chunk __init__ | tuner search propose stage_search plan_search contest bench trial crew progress static",
     "cli",
 )
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts.split()}
-OPERATORS, SEARCH = (set(side.split()) for side in LAYERS[4].split("|"))
+OPERATORS, SEARCH = (set(side.split()) for side in LAYERS[4].split("|"))  # neither imports the other
 COMPILES = {"kernel"}  # may import tilelang, inside a function
 
 TREES = {
@@ -54,7 +54,8 @@ def test_imports_point_down() -> None:
             assert LAYER[a] >= LAYER[b], f"{module} imports {name}, which is above it"
             across = a in OPERATORS and b in SEARCH or a in SEARCH and b in OPERATORS
             assert not across, f"{module} imports {name}: operators and search do not know each other"
-    TopologicalSorter(IMPORTS).prepare()  # raises CycleError: modules of one layer may not import in a circle
+    library = {module: names for module, names in IMPORTS.items() if part_of(module) != "cli"}
+    TopologicalSorter(library).prepare()  # raises CycleError: modules of one layer may not import in a circle
 
 
 def test_only_templates_import_tilelang() -> None:

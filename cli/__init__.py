@@ -1,0 +1,80 @@
+"""The command line ``kda-tl``: one module a command, imported when called; results on stdout, the rest on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "tune": "search the fastest plans for this machine and store them",
+    "show": "list the tuned plans of all databases",
+    "explain": "say which plan a problem runs, where it comes from and why",
+    "bench": "time stages and whole calls against the floor and against peers",
+    "verify": "check every shipped plan against the reference",
+    "source": "print the generated CUDA or C of a stage",
+    "doctor": "say what works on this machine and what is missing",
+    "db": "validate or export a tuning database",
+}
+EPILOG = """\
+exit codes:
+  0  done                        3  environment or GPU does not fit
+  1  regression or wrong result  4  no valid config or plan
+  2  usage or bad input          5  nothing beats the default
+                               130  interrupted, everything measured is kept
+
+first steps:
+  kda-tl doctor                  what works here
+  kda-tl tune --gpu cpu          tune this machine's CPU target, no GPU needed
+  kda-tl tune                    tune the GPU of this machine
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments after the program's name, those of the process unless given.
+
+    Returns:
+        The exit code, see :class:`kda_tl.cli._console.ExitCode`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parse(words)
+        from kda_tl.cli._console import run_command
+
+        return run_command(importlib.import_module(f"{__name__}.{args.command}").run, args)
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after a usage error
+        return stop.code if isinstance(stop.code, int) else 2
+    except KeyboardInterrupt:  # before the command began
+        return 130
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Parses the arguments; only the module of the command that is called is imported."""
+    parser = argparse.ArgumentParser(
+        prog="kda-tl",
+        description="Kimi Delta Attention kernels, tuned on the machine they run on.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    called = next((word for word in words if not word.startswith("-")), None)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == called:
+            importlib.import_module(f"{__name__}.{name}").add_arguments(command)
+    args = parser.parse_args(words)
+    args.words = words
+    return args
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from kda_tl import __version__
+
+        print(f"kda-tl {__version__}")
+        parser.exit()

@@ -1,0 +1,68 @@
+"""Every kernel of every shipped plan compiled by several processes, for a device that need not be here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kda_tl import templates
+from kda_tl.cli._console import Terminal, one_line
+from kda_tl.cli.verify import Finding, Subject, variants_of
+from kda_tl.crew import TARGET
+from kda_tl.device import Device
+from kda_tl.isolate import WorkerFailure, map_pool
+from kda_tl.problem import Problem
+from kda_tl.stage import Case
+from kda_tl.trial import CompileJob
+
+COMPILE_TIMEOUT_S = 300.0
+
+
+def check_compiles(
+    subjects: Sequence[Subject], device: Device, jobs: int | None, terminal: Terminal, *, merge_heads: bool
+) -> Iterator[Finding]:
+    """One finding a plan; TileLang's disk cache then holds the kernels.
+
+    Args:
+        subjects: the plans.
+        device: for which device.
+        jobs: processes, one a core unless given.
+        terminal: where progress is told.
+        merge_heads: of kernels that differ in the number of heads only, one constant, compile the first.
+    """
+    kernels: dict[Any, CompileJob] = {}
+    owners: dict[Any, list[str]] = {}
+    for subject in subjects:
+        for problem in _problems(subject):
+            case = Case(problem=problem, device=device, BT=subject.plan.BT, BC=subject.plan.BC)
+            alike = replace(problem, H=1, HV=problem.group) if merge_heads else problem
+            for name, config in subject.plan.stages:
+                key = name, alike, case.BT, case.BC, config
+                kernels.setdefault(key, CompileJob(stage=templates.load(name), case=case, config=config))
+                owners.setdefault(key, []).append(subject.name)
+    failures = _compile(list(kernels.items()), jobs or os.cpu_count() or 1, terminal)
+    for subject in subjects:
+        details = [failures[key] for key, names in owners.items() if subject.name in names and key in failures]
+        yield Finding(subject=subject.name, check="compiles", passed=not details, detail=" ".join(details))
+
+
+def _problems(subject: Subject) -> Sequence[Problem]:
+    """The problems whose kernels differ."""
+    problem = subject.workload.problem().without_lengths()
+    return list(dict.fromkeys(replace(problem, **variant.flags) for variant in variants_of(subject)))
+
+
+def _compile(kernels: Sequence[tuple[Any, CompileJob]], jobs: int, terminal: Terminal) -> dict[Any, str]:
+    """Failures by kernel."""
+    failures: dict[Any, str] = {}
+    payloads = [job for _, job in kernels]
+    results = map_pool(TARGET, payloads, jobs=jobs, timeout_s=COMPILE_TIMEOUT_S)
+    for done, (index, result) in enumerate(results, start=1):
+        key, job = kernels[index]
+        if isinstance(result, WorkerFailure):
+            failures[key] = one_line(result)
+        state = "failed" if key in failures else f"{result:.1f} s"
+        terminal.note(f"  {done:>3} of {len(kernels)}  {job.stage.name:<10} BT={job.case.BT:<2} {state}")
+    return failures

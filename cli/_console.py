@@ -1,0 +1,206 @@
+"""What all commands share: the two streams, exit codes, and errors turned into one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import IntEnum
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kda_tl.errors import (
+    CompileError,
+    DatabaseError,
+    DeviceError,
+    InputError,
+    KdaTlError,
+    KdaTlWarning,
+    UnsupportedError,
+    WrongResultError,
+)
+
+WIDTH_OFF_TTY = 120  # logs are read in editors and on web pages; $COLUMNS says otherwise
+
+
+class ExitCode(IntEnum):
+    """What the process returns."""
+
+    OK = 0
+    REGRESSION = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    NOTHING_VALID = 4
+    NO_GAIN = 5
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+_CODES: tuple[tuple[type[KdaTlError], ExitCode], ...] = (
+    (InputError, ExitCode.USAGE),
+    (UnsupportedError, ExitCode.USAGE),
+    (DatabaseError, ExitCode.USAGE),
+    (WrongResultError, ExitCode.REGRESSION),
+    (CompileError, ExitCode.ENVIRONMENT),
+    (DeviceError, ExitCode.ENVIRONMENT),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terminal:
+    """Where a command writes.
+
+    Attributes:
+        out: stdout, for the result.
+        err: stderr, for progress, notes and errors.
+        json: the result is one JSON value; nothing else goes to stdout.
+    """
+
+    out: Console
+    err: Console
+    json: bool = False
+
+    def show(self, value: Any, *tables: Any) -> None:
+        """Writes the result: tables and lines for people, or the same as JSON."""
+        if self.json:
+            self.out.file.write(to_json(value))
+            return
+        for table in tables:
+            self.print(table)
+
+    def print(self, table: Any) -> None:
+        """Writes a table or a line for people to stdout."""
+        if self.out.is_terminal:
+            self.out.print(table)
+            return
+        with self.out.capture() as captured:
+            self.out.print(table, soft_wrap=isinstance(table, str))
+        self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+    def note(self, text: str) -> None:
+        """Writes a line to stderr."""
+        self.err.print(text, soft_wrap=not self.err.is_terminal)
+
+
+def run_command(run: Callable[[argparse.Namespace, Terminal], int], args: argparse.Namespace) -> int:
+    """Runs a command; errors of kda_tl become a sentence on stderr and an exit code."""
+    terminal = Terminal(out=_open(sys.stdout), err=_open(sys.stderr), json=getattr(args, "json", None) is True)
+    try:
+        with _warnings_as_notes(terminal):
+            code = run(args, terminal)
+            sys.stdout.flush()
+            return int(code)
+    except KdaTlError as error:
+        terminal.note(f"kda-tl {args.command}: {one_line(error)}")
+        return next((int(code) for kind, code in _CODES if isinstance(error, kind)), int(ExitCode.ENVIRONMENT))
+    except KeyboardInterrupt:
+        terminal.note(f"kda-tl {args.command}: interrupted.")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.BROKEN_PIPE)
+
+
+def _open(file: IO[str]) -> Console:
+    """A console that writes plain text off a terminal, whatever $FORCE_COLOR says."""
+    tty = file.isatty()
+    width = None if tty or os.environ.get("COLUMNS", "").isdigit() else WIDTH_OFF_TTY
+    return Console(file=file, force_terminal=None if tty else False, width=width, highlight=False, markup=False)
+
+
+@contextmanager
+def _warnings_as_notes(terminal: Terminal) -> Iterator[None]:
+    """Warnings of kda_tl are read by people here: one line each, without the place in the code."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, KdaTlWarning):
+                terminal.note(f"warning: {message}")
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = note
+        yield
+
+
+def one_line(error: object) -> str:
+    """The message of an error without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def to_json(value: Any) -> str:
+    """Indented JSON; records become objects, and numbers that JSON has no word for become strings."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def make_table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
+    """A table whose columns are as wide as their content; those named in ``right`` hold numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def format_us(us: float | None) -> str:
+    """Microseconds with a unit that leaves three or four digits."""
+    if us is None or not math.isfinite(us):
+        return "-"
+    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms")):
+        if us < limit:
+            return f"{us * factor:.1f} {unit}"
+    return f"{us * 1e-6:.2f} s"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """How many times faster."""
+    return "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f}x"
+
+
+def format_number(value: float) -> str:
+    """Three digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def format_error(error: float | None) -> str:
+    """A relative error."""
+    return "-" if error is None else f"{error:.1e}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

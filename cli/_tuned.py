@@ -1,0 +1,163 @@
+"""The end of ``kda-tl tune``: the operator called with each plan found, its error, its speed, where the plan lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kda_tl.bench import torch_device
+from kda_tl.chunk import chunk_kda
+from kda_tl.cli._call import measure_errors
+from kda_tl.cli._console import ExitCode, Terminal, format_error, format_ratio, format_us, make_table
+from kda_tl.db import reload, use
+from kda_tl.device import Device
+from kda_tl.dispatch import choose, pin
+from kda_tl.measure import ratio_ci, summarise, time_interleaved
+from kda_tl.progress import StageResult, TuneReport, WorkloadReport
+from kda_tl.stage import Plan
+from kda_tl.workloads import Workload
+
+CHECKED_TOKENS = 2048  # the recurrence walks token by token in float64
+ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a call of the operator gave once the plan was stored."""
+
+    step: str
+    source: str
+    error: float
+    checked_tokens: int
+    tuned_us: float
+    default_us: float
+    ratio: float
+    ci95: tuple[float, float]
+
+
+def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
+    """Shows what was found, as dispatched from the database that was just written."""
+    reload()
+    served: dict[str, Served] = {}
+    with use(directory):
+        for found in report.workloads:
+            if found.entry is not None:
+                terminal.note(f"Calling chunk_kda for {found.workload.name} with the plan that was stored.")
+                served[found.workload.name] = serve(found.workload, found.default, report.device)
+    values = {
+        "gpu": report.device.slug,
+        "journal": str(report.journal),
+        "database": str(directory),
+        "seconds": report.seconds,
+        "workloads": [_as_dict(found, served.get(found.workload.name)) for found in report.workloads],
+    }
+    terminal.show(values, *_tables(report, served))
+    return _exit_code(report)
+
+
+def serve(workload: Workload, default: Plan, device: Device) -> Served:
+    """Calls the operator as a user would: once checked against the recurrence, then timed against the default."""
+    where = torch_device(device)
+    choice = choose(workload.problem(), device)
+    checked = workload.trimmed(CHECKED_TOKENS)
+    errors = measure_errors(checked.inputs(where), choice.plan)
+    inputs = workload.inputs(where)
+
+    def run_default() -> Any:
+        with pin(default):
+            return chunk_kda(**inputs)
+
+    launches = {"tuned": lambda: chunk_kda(**inputs), "default": run_default}
+    with torch.no_grad():
+        rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
+    ratio, low, high = ratio_ci(rounds["default"], rounds["tuned"])
+    return Served(
+        step=choice.step,
+        source=choice.source,
+        error=max(errors.values()),
+        checked_tokens=checked.tokens,
+        tuned_us=summarise(rounds["tuned"])[0],
+        default_us=summarise(rounds["default"])[0],
+        ratio=ratio,
+        ci95=(low, high),
+    )
+
+
+def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
+    stages = [stage for found in report.workloads if found.entry is None for stage in found.stages]
+    if stages:
+        yield _stage_table(stages)
+    if served:
+        right = ("BT/BC", "chunk_kda", "default", "gain", "error")
+        table = make_table("workload", "pipeline", "BT/BC", "chunk_kda", "default", "gain", "error", right=right)
+        for found in report.workloads:
+            if (s := served.get(found.workload.name)) is not None and found.entry is not None:
+                plan = found.entry.plan
+                times = (format_us(s.tuned_us), format_us(s.default_us), format_ratio(s.ratio), format_error(s.error))
+                table.add_row(found.workload.name, plan["pipeline"], f"{plan['BT']}/{plan['BC']}", *times)
+        yield table
+        yield "error: of chunk_kda, relative to the float64 recurrence."
+    for found in report.workloads:
+        if found.failure:
+            yield f"{found.workload.name}: {found.failure}"
+    paths = sorted({str(found.path) for found in report.workloads if found.path})
+    yield from (f"Plans are in {path}" for path in paths)
+    yield f"Trials are in {report.journal}"
+
+
+def _stage_table(stages: list[StageResult]) -> Any:
+    right = ("BT/BC", "best", "default", "gain")
+    table = make_table("stage", "BT/BC", "best", "default", "gain", "config", right=right)
+    for stage in stages:
+        config = ", ".join(f"{k}={v}" for k, v in stage.winner.as_dict().items()) if stage.winner else "nothing valid"
+        geometry = f"{stage.geometry.BT}/{stage.geometry.BC}"
+        times = (format_us(stage.median_us), format_us(stage.default_us), format_ratio(stage.ratio))
+        table.add_row(stage.stage, geometry, *times, config)
+    return table
+
+
+def _as_dict(found: WorkloadReport, served: Served | None) -> dict[str, Any]:
+    return {
+        "workload": found.workload.name,
+        "problem": found.workload.problem().key,
+        "entry": found.entry.as_dict() if found.entry else None,
+        "path": str(found.path) if found.path else None,
+        "served": served,
+        "stages": [_stage_as_dict(stage) for stage in found.stages],
+        "plans": [{**vars(plan), "plan": plan.plan.as_dict()} for plan in found.plans],
+        "counts": found.counts,
+        "resumed": found.resumed,
+        "improved": found.improved,
+        "stopped_because": found.stopped_because,
+        "failure": found.failure,
+        "seconds": found.seconds,
+    }
+
+
+def _stage_as_dict(stage: StageResult) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "geometry": stage.geometry,
+        "study": stage.study,
+        "winner": stage.winner.as_dict() if stage.winner else None,
+        "default": stage.default.as_dict(),
+        "median_us": stage.median_us,
+        "mad_us": stage.mad_us,
+        "default_us": stage.default_us,
+        "ratio": stage.ratio,
+        "ci95": stage.ci95,
+        "rejected": stage.rejected,
+        "counts": stage.search.counts,
+        "stopped_because": stage.search.stopped_because,
+        "seconds": stage.seconds,
+    }
+
+
+def _exit_code(report: TuneReport) -> ExitCode:
+    if any(found.failure for found in report.workloads):
+        return ExitCode.NOTHING_VALID
+    return ExitCode.OK if any(found.improved for found in report.workloads) else ExitCode.NO_GAIN

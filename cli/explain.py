@@ -1,0 +1,90 @@
+"""``kda-tl explain``: which plan a problem runs, where it comes from and why. Nothing is compiled or run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kda_tl.cli._console import ExitCode, Terminal, make_table
+from kda_tl.cli._problem import add_problem_arguments, read_problem
+from kda_tl.cli._target import add_gpu_argument, find_one_known
+from kda_tl.device import Device, cpu_device, current_device
+from kda_tl.problem import Problem
+from kda_tl.stage import BT_CHOICES
+
+if TYPE_CHECKING:
+    from kda_tl.dispatch import Choice
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument("workload", nargs="?", metavar="WORKLOAD", help="name of a workload")
+    add_gpu_argument(parser)
+    parser.add_argument("--db", metavar="DIR", help="ask this database first")
+    parser.add_argument("--chunk-size", type=int, choices=sorted(BT_CHOICES), help="as passed to chunk_kda")
+    parser.add_argument("--json", action="store_true", help="the choice as JSON")
+    add_problem_arguments(parser)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Resolves the plan and shows it."""
+    problem = read_problem(args, args.workload)
+    device, note = find_one_known(args.gpu)
+    if note:
+        terminal.note(note)
+    with open_database(args.db):
+        choice = choose_for(problem, device, args.chunk_size)
+    terminal.show(_as_dict(problem, device, choice), _table(problem, device, choice))
+    return ExitCode.OK
+
+
+@contextlib.contextmanager
+def open_database(directory: str | None) -> Iterator[None]:
+    """Puts the database of a directory before all others, if one was given."""
+    if directory is None:
+        yield
+        return
+    from kda_tl.cli.db import load_directory
+    from kda_tl.db import use
+
+    with use(load_directory(directory)):
+        yield
+
+
+def choose_for(problem: Problem, device: Device, chunk_size: int | None = None) -> Choice:
+    """What a call would run here; for a device that is elsewhere, what it would run with a compiler."""
+    from kda_tl.db import sources
+    from kda_tl.dispatch import choose, resolve
+
+    if device in (current_device(), cpu_device()):
+        return choose(problem, device, chunk_size)
+    return resolve(problem, device, sources(), chunk_size=chunk_size)
+
+
+def _table(problem: Problem, device: Device, choice: Choice) -> Any:
+    table = make_table("", "")
+    table.show_header = False
+    table.add_row("problem", problem.key.replace("-", " "))  # so that it wraps between words
+    table.add_row("device", f"{device.slug} ({device.arch})")
+    for name in ("step", "source", "reason"):
+        table.add_row(name, getattr(choice, name))
+    if choice.plan is not None:
+        table.add_row("plan", f"{choice.plan.pipeline}, BT={choice.plan.BT}, BC={choice.plan.BC}")
+        for stage, config in choice.plan.stages:
+            table.add_row(f"  {stage}", " ".join(f"{k}={v}" for k, v in config.as_dict().items()))
+    if choice.stale:
+        table.add_row("stale", f"{', '.join(choice.stale)} changed since: run `kda-tl tune --stale`")
+    for sentence in choice.passed_over:
+        table.add_row("passed over", sentence)
+    return table
+
+
+def _as_dict(problem: Problem, device: Device, choice: Choice) -> dict[str, Any]:
+    return {
+        "problem": problem,
+        "gpu": device.slug,
+        **vars(choice),
+        "plan": choice.plan.as_dict() if choice.plan else None,
+    }

@@ -1,0 +1,222 @@
+"""``kda-tl verify``: CI's regression check. Every shipped plan compiles, agrees with the recurrence, and is current."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kda_tl import templates
+from kda_tl.cli._console import ExitCode, Terminal, format_error, make_table, one_line
+from kda_tl.cli._target import add_gpu_argument, find_here, find_known
+from kda_tl.device import Device
+from kda_tl.errors import KdaTlError
+
+if TYPE_CHECKING:
+    from kda_tl.db import Database, Entry
+    from kda_tl.stage import Plan
+    from kda_tl.workloads import Workload
+
+OPERATOR, DIRECTION = "chunk_kda", "fwd"
+RAGGED: dict[str, Any] = {"B": 2, "T": 97, "lengths": ()}  # ends inside a chunk of any size
+PACKED: dict[str, Any] = {"B": 1, "T": 0, "lengths": (63, 0, 1, 130)}  # an empty sequence, one of a single token
+FP32_ON_CPU = 1e-5  # no matrix unit rounds its operands there
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    add_gpu_argument(parser)
+    parser.add_argument("--static", action="store_true", help="compile only: the device need not be here")
+    parser.add_argument("--time", action="store_true", help="also fail where a stored plan is slower than the default")
+    parser.add_argument("--db", metavar="DIR", help="plans of this database instead of the packaged one")
+    parser.add_argument("--allow-stale", action="store_true", help="report stale plans, but do not fail for them")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one a core)")
+    parser.add_argument("--json", action="store_true", help="every check as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One plan to check, and what it is shipped for."""
+
+    name: str
+    workload: Workload
+    plan: Plan
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to call the operator: a shape, and flags of the problem that no key holds but every plan must serve."""
+
+    name: str
+    shape: dict[str, Any]
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant(name="ragged", shape=RAGGED),
+    Variant(name="packed", shape=PACKED),
+    Variant(name="bare", shape=RAGGED, flags={"l2norm": False, "beta": "plain", "final_state": False}),
+    Variant(name="stateful", shape=PACKED, flags={"initial_state": True, "state_v_first": True}),
+)
+
+
+def variants_of(subject: Subject) -> tuple[Variant, ...]:
+    """All for the defaults; for stored plans those that need no further kernels."""
+    return tuple(variant for variant in VARIANTS if subject.entry is None or not variant.flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check."""
+
+    subject: str
+    check: str
+    passed: bool
+    error: float | None = None
+    tolerance: float | None = None
+    detail: str = ""
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Checks the files, then the plans of every device that was named."""
+    devices = find_known(args.gpu) if args.static else (find_here(args.gpu, args, static=True),)
+    database = _open_database(args.db)
+    findings = list(check_files(database, allow_stale=args.allow_stale))
+    for device in devices:
+        from kda_tl.kernel import require_compiler
+
+        require_compiler(device)
+        found, subjects = _collect(database, device)
+        findings += found
+        terminal.note(f"{device.slug} ({device.arch}): {len(subjects)} plans, the defaults among them.")
+        findings += _check_device(subjects, device, args, terminal)
+    failed = [finding for finding in findings if not finding.passed]
+    values = {"gpu": [device.slug for device in devices], "passed": not failed, "checks": findings}
+    terminal.show(values, *_tables(findings), f"{len(findings) - len(failed)} of {len(findings)} checks passed.")
+    return ExitCode.REGRESSION if failed else ExitCode.OK
+
+
+def _check_device(
+    subjects: Sequence[Subject], device: Device, args: argparse.Namespace, terminal: Terminal
+) -> list[Finding]:
+    compiled: list[Finding] = []
+    if args.static or device.kind == "cuda":  # a GPU's kernels take seconds each
+        from kda_tl.cli._compile import check_compiles
+
+        compiled += check_compiles(subjects, device, args.jobs, terminal, merge_heads=args.static)
+    if args.static:
+        return compiled
+    findings = [finding for subject in subjects for finding in _check_subject(subject, device, terminal)]
+    if args.time:
+        from kda_tl.cli._regression import check_speed
+
+        findings += [check_speed(s, device, terminal) for s in subjects if s.entry is not None]
+    return findings
+
+
+def _open_database(directory: str | None) -> Database:
+    if directory is not None:
+        from kda_tl.cli.db import load_directory
+
+        return load_directory(directory)
+    from kda_tl.db import sources
+
+    return next(database for database in sources() if database.name == "packaged")
+
+
+def check_files(database: Database, *, allow_stale: bool) -> Iterator[Finding]:
+    """Every file of the database is valid, and no entry was measured with other templates than today's."""
+    from kda_tl.db import stale_stages, validate
+
+    problems = validate(database.path)
+    yield Finding(subject="database", check="valid", passed=not problems, detail=" ".join(problems))
+    current = {name: templates.fingerprint(name) for name in templates.names()}
+    for file in database.files.values():
+        stale = {key.text: changed for key, entry in file.entries.items() if (changed := stale_stages(entry, current))}
+        stages = ", ".join(sorted({stage for changed in stale.values() for stage in changed}))
+        detail = f"{len(stale)} of {len(file.entries)} plans are stale ({stages} changed): run `kda-tl tune --stale`."
+        name = f"{file.gpu.slug}/{file.operator}_{file.direction}"
+        yield Finding(subject=name, check="current", passed=allow_stale or not stale, detail=detail if stale else "")
+
+
+def _collect(database: Database, device: Device) -> tuple[list[Finding], list[Subject]]:
+    """Stored plans of a device, and the default of every problem that is tuned there; unusable ones are findings."""
+    from kda_tl.dispatch import default_plan, parse_plan
+    from kda_tl.workloads import select
+
+    findings: list[Finding] = []
+    subjects: dict[Any, Subject] = {}
+    for workload in select(["cpu" if device.kind == "cpu" else "tune"]):
+        problem = workload.problem().without_lengths()
+        subjects.setdefault(
+            problem, Subject(name=f"default {workload.name}", workload=workload, plan=default_plan(problem, device))
+        )
+    found = list(subjects.values())
+    file = database.files.get((device.slug, OPERATOR, DIRECTION))
+    for key, entry in sorted(file.entries.items()) if file else ():
+        workload = find_workload(entry)
+        name = f"stored {workload.name}"
+        try:
+            plan = parse_plan(entry.plan, workload.problem(), device)
+        except KdaTlError as error:
+            findings.append(Finding(subject=f"{name} {key.text}", check="usable", passed=False, detail=one_line(error)))
+        else:
+            found.append(Subject(name=name, workload=workload, plan=plan, entry=entry))
+    return findings, found
+
+
+def find_workload(entry: Entry) -> Workload:
+    """The workload an entry was tuned on; where the table has none, one of its buckets."""
+    from kda_tl.db import Key
+    from kda_tl.workloads import WORKLOADS, Workload
+
+    key = entry.key
+    for workload in WORKLOADS:
+        if Key.of(workload.problem()) == key:
+            return workload
+    H = max(1, key.heads_bucket // key.group)
+    count = max(1, key.tokens_bucket // key.longest_bucket)
+    shape: dict[str, Any] = {"B": count, "T": key.longest_bucket}
+    if key.varlen:
+        shape = {"lengths": (key.longest_bucket,) * count}
+    sizes: dict[str, Any] = {"H": H, "HV": H * key.group, "K": key.K, "V": key.V}
+    return Workload(name=key.text, dtype=key.dtype, gate=key.gate, **sizes, **shape)
+
+
+def _check_subject(subject: Subject, device: Device, terminal: Terminal) -> Iterator[Finding]:
+    """The operator run with the plan, each way against the recurrence."""
+    from kda_tl.bench import PLAN_TOLERANCE, torch_device
+    from kda_tl.cli import _call
+
+    w = subject.workload
+    tolerance = FP32_ON_CPU if (device.kind, w.dtype) == ("cpu", "fp32") else PLAN_TOLERANCE[w.dtype]
+    change: dict[str, Callable[[Any], Any]] = {"bare": _call.without_extras, "stateful": _call.with_state}
+    terminal.note(f"  {subject.name}")
+    for variant in variants_of(subject):
+        finding = Finding(subject=subject.name, check=variant.name, passed=False, tolerance=tolerance)
+        inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
+        try:
+            errors = _call.measure_errors(change.get(variant.name, dict)(inputs), subject.plan)
+        except Exception as error:  # whatever breaks, the others are still to be checked
+            yield replace(finding, detail=f"{type(error).__name__}: {one_line(error)}")
+            continue
+        worst = max(errors, key=lambda name: errors[name])
+        passed = errors[worst] <= tolerance
+        detail = "" if passed else f"{worst} is off by {errors[worst]:.1e}, over {tolerance:.0e}."
+        yield replace(finding, passed=passed, error=errors[worst], detail=detail)
+
+
+def _tables(findings: Sequence[Finding]) -> Iterator[Any]:
+    table = make_table("plan", "check", "error", "limit", "result", right=("error", "limit"))
+    for f in findings:
+        limit = "-" if f.tolerance is None else f"{f.tolerance:.0e}"
+        table.add_row(f.subject, f.check, format_error(f.error), limit, "ok" if f.passed else "FAILED")
+    yield table
+    told: dict[str, list[str]] = {}
+    for f in findings:
+        told.setdefault(f.detail, []).append(f"{f.subject}, {f.check}")
+    for detail, where in told.items():
+        more = f" (and {len(where) - 1} more)" if len(where) > 1 else ""
+        yield from [f"{where[0]}{more}: {detail}"] if detail else []

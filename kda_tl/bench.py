@@ -1,0 +1,215 @@
+"""What stages and plans are measured on, made where they are measured: their inputs, and what they are judged by.
+
+Inputs to time come from running the workload once with default configs; inputs to check with, and what is expected of
+them, from running the stages' references in float64 on a trimmed twin. Nothing big crosses a process boundary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_tl.device import Device
+from kda_tl.errors import CompileError
+from kda_tl.kernel import TORCH_DTYPE, Kernel, Program, compile_stage
+from kda_tl.layout import make_layout
+from kda_tl.measure import check
+from kda_tl.reference import recurrent_kda
+from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec
+from kda_tl.templates.pipelines import Pipeline
+from kda_tl.workloads import LOWER_BOUND, Workload
+
+STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
+PLAN_CHECK_TOKENS = 320
+PLAN_TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-3}
+_BASE_TRIES = 8
+
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a stage or plan is measured on.
+
+    Attributes:
+        pipeline: the pipeline that is run.
+        workload: the operator's inputs.
+        device: where.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk.
+        seed: of the inputs.
+    """
+
+    pipeline: Pipeline
+    workload: Workload
+    device: Device
+    BT: int
+    BC: int
+    seed: int = 0
+
+    @property
+    def case(self) -> Case:
+        """What its kernels are built for."""
+        return Case(problem=self.workload.problem(), device=self.device, BT=self.BT, BC=self.BC)
+
+    @property
+    def key(self) -> Hashable:
+        """What decides its tensors."""
+        return (self.pipeline.name, self.workload, self.device, self.BT, self.BC, self.seed)
+
+
+def torch_device(device: Device) -> torch.device:
+    """Where tensors of a device live in this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.kind == "cuda" else torch.device("cpu")
+
+
+def operator_tensors(
+    workload: Workload, BT: int, device: torch.device, *, seed: int = 0
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a pipeline takes, tokens flattened over the batch, and the sizes its kernels are launched with."""
+    inputs = workload.inputs(device, seed)
+    layout = make_layout(workload.bounds, BT, device)
+    bias = inputs.get("dt_bias")
+    tensors: dict[str, Any] = {name: inputs[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+    tensors |= {
+        "A_log": inputs.get("A_log"),
+        "dt_bias": None if bias is None else bias.view(workload.HV, workload.K),
+        "h0": None,
+        "chunk_tokens": layout.chunk_tokens,
+        "seq_chunks": layout.seq_chunks,
+        "scale": workload.K**-0.5,
+        "lower_bound": LOWER_BOUND,
+    }
+    return tensors, {"tokens": workload.tokens, "NT": layout.NT, "N": layout.N}
+
+
+def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> float:
+    """Largest relative error of a plan's results against the recurrence in float64, on a trimmed twin.
+
+    Raises:
+        WrongResultError: it is over :data:`PLAN_TOLERANCE`.
+        CompileError: a stage does not compile.
+    """
+    twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
+    tensors, sizes = operator_tensors(twin, plan.BT, where, seed=seed)
+    outputs = Program.build(plan, twin.problem(), device).run(tensors, sizes, where)
+    return check(outputs, _recurrence(twin, where, seed), PLAN_TOLERANCE[workload.dtype])
+
+
+@functools.lru_cache(maxsize=4)
+def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    x = workload.inputs(device, seed)
+    o, ht = recurrent_kda(
+        *(x[name] for name in ("q", "k", "v", "g", "beta")),
+        gate=workload.gate,
+        A_log=x.get("A_log"),
+        dt_bias=x.get("dt_bias"),
+        lower_bound=x["lower_bound"],
+        beta_mode="sigmoid",
+        use_l2norm=True,
+        cu_seqlens=x.get("cu_seqlens_cpu"),
+    )
+    return {"o": o.flatten(0, 1), "ht": ht}
+
+
+_recorded: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
+_judged: dict[Hashable, tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]] = {}
+
+
+def _keep(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+    """A cache of two: the tensors of one bench can take gigabytes."""
+    if key not in cache:
+        while len(cache) >= 2:
+            del cache[next(iter(cache))]
+        cache[key] = make()
+    return cache[key]
+
+
+def record(bench: Bench) -> tuple[dict[str, Tensors], dict[str, int]]:
+    """Inputs of every stage when the default configs run the workload."""
+
+    def make() -> tuple[dict[str, Tensors], dict[str, int]]:
+        where, case = torch_device(bench.device), bench.case
+        tensors, sizes = operator_tensors(bench.workload, bench.BT, where, seed=bench.seed)
+        recorded: dict[str, Tensors] = {}
+
+        def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+            recorded[stage.name] = _as_operands(stage, case, inputs)
+            return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
+
+        bench.pipeline.compute(run, tensors)
+        return recorded, sizes
+
+    return _keep(_recorded, bench.key, make)
+
+
+def _compile_base(stage: Stage, case: Case) -> Kernel:
+    """The default's kernel, or that of the first candidate that compiles where the default does not."""
+    failure: CompileError | None = None
+    candidates: Iterator[Config] = stage.candidates(case)
+    for _, config in zip(range(_BASE_TRIES), (stage.default(case), *candidates), strict=False):
+        try:
+            return compile_stage(stage, case, config)
+        except CompileError as error:
+            failure = failure or error
+    raise failure or CompileError(f"{stage.name} has no config for {case}.")
+
+
+def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
+    """For every stage, inputs rounded as the kernel takes them, and what its reference makes of them in float64."""
+
+    def make() -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
+        twin = bench.workload.trimmed(STAGE_CHECK_TOKENS)
+        case = replace(bench.case, problem=twin.problem())
+        tensors, sizes = operator_tensors(twin, bench.BT, torch_device(bench.device), seed=bench.seed)
+        judged: dict[str, tuple[Tensors, Tensors]] = {}
+
+        def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+            operands = _as_operands(stage, case, inputs)
+            expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
+            judged[stage.name] = operands, expected
+            return tuple(expected.get(name) for name in stage.outputs)
+
+        bench.pipeline.compute(run, tensors)
+        return judged, sizes
+
+    return _keep(_judged, bench.key, make)
+
+
+def _as_operands(stage: Stage, case: Case, inputs: Tensors) -> dict[str, Any]:
+    """Tensors in the types the stage's kernel reads: on the CPU target every float is fp32."""
+    operands = dict(inputs)
+    for name, text in stage.inputs.items():
+        spec, value = TensorSpec.parse(text), inputs[name]
+        if isinstance(value, torch.Tensor) and spec.dtype != "i32":
+            dtype = torch.float32 if case.device.kind == "cpu" else TORCH_DTYPE[spec.element(case.problem)]
+            operands[name] = value.to(dtype).contiguous()
+    return operands
+
+
+def _widen(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def check_kernel(kernel: Kernel, bench: Bench, tolerance: float) -> float:
+    """Runs a kernel on poisoned outputs: what it leaves unwritten is wrong, not left over from another."""
+    judged, sizes = judge(bench)
+    operands, expected = judged[kernel.stage.name]
+    where = torch_device(bench.device)
+    outputs = kernel.allocate(sizes, where)
+    for output in outputs:
+        if output is not None and output.is_floating_point():
+            output.fill_(float("nan"))
+    kernel.launch(operands, outputs, where)
+    return check(dict(zip(kernel.stage.outputs, outputs, strict=True)), expected, tolerance)
+
+
+def stage_launch(kernel: Kernel, bench: Bench) -> Callable[[], Any]:
+    recorded, sizes = record(bench)
+    where = torch_device(bench.device)
+    outputs = kernel.allocate(sizes, where)
+    return functools.partial(kernel.launch, recorded[kernel.stage.name], outputs, where)

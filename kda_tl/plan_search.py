@@ -1,0 +1,231 @@
+"""Whole plans: geometries screened with default configs, and the contest that gives the database its entry."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kda_tl import db
+from kda_tl.contest import PLANS, ROUNDS, Run, Verdict, describe_failure, hold_contest
+from kda_tl.crew import OutOfTime
+from kda_tl.dispatch import DEFAULT_BC, numerics_class
+from kda_tl.errors import KdaTlError
+from kda_tl.isolate import WorkerFailure
+from kda_tl.journal import Outcome, Trial
+from kda_tl.measure import read_gpu_state
+from kda_tl.progress import Geometry, GeometryScreened, PlanDone, PlanResult
+from kda_tl.records import Check, Entry, Key, Timing, VsDefault
+from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan
+from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
+from kda_tl.trial import CompileJob, PlanContest, PlanTrial
+from kda_tl.workloads import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screened:
+    """A geometry with the time of its default plan, None if that does not run."""
+
+    geometry: Geometry
+    median_us: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Final:
+    """What the contest of plans gave; no entry if no plan is valid."""
+
+    plans: tuple[PlanResult, ...]
+    entry: Entry | None
+
+
+def plan_of(geometry: Geometry, configs: Mapping[str, Config]) -> Plan:
+    """A plan from the configs of its stages."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    stages = tuple((stage.name, configs[stage.name]) for stage in PIPELINES[geometry.pipeline].stages)
+    return Plan(pipeline=geometry.pipeline, BT=geometry.BT, BC=geometry.BC, stages=stages)
+
+
+def _default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
+    from kda_tl.templates.pipelines import PIPELINES
+
+    for geometry in geometries:
+        case = Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
+        yield plan_of(geometry, {s.name: s.default(case) for s in PIPELINES[geometry.pipeline].stages})
+
+
+def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[Screened]:
+    """Times the default plan of every pipeline and BT end to end, then of the other BC with the best of these."""
+    found = _screen(run, workload, _first_geometries(workload), deadline)
+    best = min((s for s in found if s.median_us), key=lambda s: s.median_us or 0.0, default=None)
+    if best is None:
+        return found
+    g = best.geometry
+    others = [Geometry(pipeline=g.pipeline, BT=g.BT, BC=BC) for BC in BC_CHOICES if BC != g.BC and g.BT % BC == 0]
+    return found + _screen(run, workload, others, deadline)
+
+
+def prefetch_screen(run: Run, workload: Workload) -> None:
+    """Has the kernels compiled that :func:`screen` needs first, when nothing else is to be compiled."""
+    plans = _default_plans(run, workload, _first_geometries(workload))
+    run.crew.enqueue((job for plan in plans for job in _kernels(run, workload, plan)), urgent=False)
+
+
+def _first_geometries(workload: Workload) -> list[Geometry]:
+    from kda_tl.templates.pipelines import PIPELINES
+
+    direction = workload.problem().direction
+    names = [name for name, pipeline in PIPELINES.items() if pipeline.direction == direction]
+    return [Geometry(pipeline=name, BT=BT, BC=DEFAULT_BC) for name in names for BT in BT_CHOICES]
+
+
+def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: float | None) -> list[Screened]:
+    plans = list(_default_plans(run, workload, geometries))
+    run.crew.enqueue(job for plan in plans for job in _kernels(run, workload, plan))
+    screened = []
+    for geometry, plan in zip(geometries, plans, strict=True):
+        try:
+            result, resumed = run_plan(run, workload, plan, deadline)
+        except OutOfTime:
+            break
+        run.emit(GeometryScreened(workload=workload, geometry=geometry, result=result, resumed=resumed))
+        screened.append(Screened(geometry=geometry, median_us=result.median_us))
+    return screened
+
+
+def _kernels(run: Run, workload: Workload, plan: Plan) -> list[CompileJob]:
+    from kda_tl.templates.pipelines import PIPELINES
+
+    case = Case(problem=workload.problem(), device=run.device, BT=plan.BT, BC=plan.BC)
+    stages = PIPELINES[plan.pipeline].stages
+    return [job for stage in stages for job in compile_jobs(stage, case, [plan.config(stage.name)])]
+
+
+def name_study(run: Run, workload: Workload) -> str:
+    """Identity of a workload's plans: the problem, how fast its states decay, and every template of the pass."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    problem = workload.problem()
+    stages = {s.name: s for p in PIPELINES.values() if p.direction == problem.direction for s in p.stages}
+    digest = hashlib.sha256("".join(fingerprint(stages[name]) for name in sorted(stages)).encode())
+    parts = [run.device.slug, f"{problem.key}-{workload.decay}", compiler_version(), digest.hexdigest()[:16]]
+    return "/".join(parts) + PLANS
+
+
+def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = None) -> tuple[PlanResult, bool]:
+    """Verifies and times a plan end to end, or recalls what the journal says of it (then the second item is true).
+
+    Raises:
+        OutOfTime: the deadline passed before its kernels were compiled.
+    """
+    study = name_study(run, workload)
+    known = run.recall(study, plan.as_dict())
+    if known is None:
+        trial = Trial.of(_try_plan(run, workload, plan, deadline), study=study, config=plan.as_dict())
+        return _as_result(plan, run.remember(trial)), False
+    return _as_result(plan, known), True
+
+
+def _try_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None) -> Outcome:
+    for job in _kernels(run, workload, plan):
+        compiled = run.crew.result(job, deadline=deadline)
+        if isinstance(compiled, WorkerFailure):
+            return describe_failure(compiled)
+    try:
+        request = PlanTrial(plan=plan, workload=workload, device=run.device, seed=run.seed)
+        return run.measure(request)
+    except WorkerFailure as failure:
+        return describe_failure(failure)
+
+
+def _as_result(plan: Plan, trial: Trial) -> PlanResult:
+    median = trial.median_us if trial.status == "ok" else None
+    return PlanResult(
+        plan=plan, status=trial.status, reason=trial.reason, median_us=median, check=trial.check, extra=trial.extra
+    )
+
+
+def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], counts: Mapping[str, int]) -> Final:
+    """Verifies the plans, measures the valid ones in turns with the default, and makes the winner's entry.
+
+    Args:
+        run: the tuning run.
+        workload: what they are for.
+        default: the plan when nothing is tuned; it wins ties.
+        plans: the tuned plans.
+        counts: trials of the stages by status, for the entry's provenance.
+    """
+    results = {}
+    for plan in dict.fromkeys([default, *plans]):
+        results[plan], _ = run_plan(run, workload, plan)
+        run.emit(PlanDone(workload=workload, result=results[plan]))
+    valid = sorted((r for r in results.values() if r.median_us is not None), key=lambda r: r.median_us or 0.0)
+    if not valid:
+        return Final(plans=tuple(results.values()), entry=None)
+    request = PlanContest(
+        plans=tuple(r.plan for r in valid),
+        workload=workload,
+        device=run.device,
+        rounds=ROUNDS[run.device.kind],
+        seed=run.seed,
+    )
+    entrants = {r.plan: r.plan.as_dict() for r in valid}
+    base = default if default in entrants else None
+    try:
+        verdict = hold_contest(run, name_study(run, workload), entrants, request, default=base)
+    except WorkerFailure as failure:
+        raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
+    entry = _make_entry(run, workload, verdict, results[verdict.winner], results[default], counts)
+    return Final(plans=tuple(results.values()), entry=entry)
+
+
+def _make_entry(
+    run: Run,
+    workload: Workload,
+    verdict: Verdict[Plan],
+    result: PlanResult,
+    default: PlanResult,
+    counts: Mapping[str, int],
+) -> Entry:
+    from kda_tl import templates
+
+    plan = verdict.winner
+    low, high = verdict.ci95 or (None, None)
+    trials = {"valid": counts.get("ok", 0) + counts.get("slow", 0)}
+    failed = {status: n for status, n in counts.items() if status not in ("ok", "slow") and n}
+    provenance: dict[str, Any] = {
+        **db.provenance(),
+        **_cuda_version(run),
+        **result.extra,
+        **trials,
+        "failed": failed,
+        "workload": workload.name,
+        "seed": run.seed,
+    }
+    if verdict.ratio is None:  # nothing to compare with: the plan is served for its own bucket only
+        provenance["default"] = f"{default.status}: {default.reason}"
+    return Entry(
+        key=Key.of(workload.problem()),
+        plan=plan.as_dict(),
+        numerics=numerics_class(plan),
+        time_us=Timing(
+            median=round(verdict.median_us, 3), mad=round(verdict.mad_us, 3), reps=verdict.reps, rounds=verdict.rounds
+        ),
+        vs_default=VsDefault(ratio=_round(verdict.ratio), ci95=(_round(low), _round(high))),
+        check=Check(max_rel_err=float(f"{result.check['max_rel_err']:.3g}"), tolerance=result.check["tolerance"]),
+        templates={name: templates.fingerprint(name) for name, _ in plan.stages},
+        provenance=provenance,
+    )
+
+
+def _round(ratio: float | None) -> float:
+    return 1.0 if ratio is None else round(ratio, 4)
+
+
+def _cuda_version(run: Run) -> dict[str, Any]:
+    if run.device.kind != "cuda":
+        return {}
+    import torch
+
+    return {"cuda": torch.version.cuda, **read_gpu_state()}

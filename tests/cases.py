@@ -1,0 +1,304 @@
+"""Random problems, their tensors and their truths: what the tests of templates, operator and GPU share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_tl import templates
+from kda_tl.db import Entry, Key
+from kda_tl.dispatch import numerics_class
+from kda_tl.kernel import Kernel, compile_stage
+from kda_tl.layout import make_layout
+from kda_tl.problem import BETAS, GATES, Problem
+from kda_tl.records import Check, Timing, VsDefault
+from kda_tl.reference import l2norm, recurrent_kda, relative_error
+from kda_tl.stage import Case, Config, Plan, Stage
+from kda_tl.templates.pipelines import Pipeline
+
+F64 = torch.float64
+GUARD = 64  # elements of NaN before and after a tensor
+SEQUENCES = ("q", "k", "v", "g", "beta")
+
+
+def draw_problem(rng: random.Random, **fixed: Any) -> Problem:
+    """A problem without lengths; fields that are not given are drawn."""
+    gate = fixed.get("gate") or rng.choice(GATES)
+    H = rng.choice((1, 2))
+    drawn = {
+        "H": H,
+        "HV": fixed.get("H", H) * rng.choice((1, 2, 3)),
+        "K": rng.choice((16, 32, 60, 64, 100)),
+        "V": rng.choice((16, 32, 60, 64, 100)),
+        "dtype": "fp32",
+        "gate": gate,
+        "has_A_log": gate == "softplus" or gate == "safe" and rng.random() < 0.7,
+        "has_dt_bias": gate != "log" and rng.random() < 0.6,
+        "beta": rng.choice(BETAS),
+        "l2norm": rng.random() < 0.5,
+        "initial_state": rng.random() < 0.6,
+        "final_state": rng.random() < 0.8,
+        "state_v_first": rng.random() < 0.5,
+        "tokens": 0,
+    }
+    return Problem(**{**drawn, **fixed})
+
+
+def draw_lengths(rng: random.Random, most: int = 150) -> tuple[int, ...]:
+    """Lengths of packed sequences, in any order: an empty one, one of a single token, and others."""
+    lengths = [0, 1, *(rng.choice((0, 1, rng.randrange(2, 40), rng.randrange(2, most))) for _ in range(3))]
+    rng.shuffle(lengths)
+    return tuple(lengths)
+
+
+def bounds_of(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Token bounds of packed sequences."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return tuple(bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Tensors of a problem in float64, the batch flattened into the tokens, as pipelines take them."""
+
+    problem: Problem
+    bounds: tuple[int, ...]
+    x: dict[str, Any]
+
+    def case(self, device: Any, BT: int, BC: int) -> Case:
+        """The stages' case."""
+        return Case(problem=self.problem, device=device, BT=BT, BC=BC)
+
+    def tensors(self, BT: int) -> dict[str, Any]:
+        """The pipeline's inputs for chunks of BT tokens."""
+        layout = make_layout(self.bounds, BT, self.x["q"].device)
+        return {**self.x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+
+    def scan(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The recurrence over some tokens of one sequence, from a state [1, HV, ...] or None."""
+        p, x = self.problem, self.x
+        return recurrent_kda(
+            *(x[name][None, first:end] for name in SEQUENCES),
+            scale=x["scale"],
+            initial_state=state,
+            gate=p.gate,
+            A_log=x["A_log"],
+            dt_bias=x["dt_bias"],
+            lower_bound=x["lower_bound"],
+            beta_mode=p.beta,
+            use_l2norm=p.l2norm,
+            state_v_first=p.state_v_first,
+        )
+
+    def truth(self, BT: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+        """The recurrence in float64: o [tokens, HV, V], final states [N, ...], states before chunks [NT, ...]."""
+        p, x = self.problem, self.x
+        shape = (1, p.HV, p.V, p.K) if p.state_v_first else (1, p.HV, p.K, p.V)
+        o, ht, h = [x["v"].new_zeros((0, p.HV, p.V))], [], [x["v"].new_zeros((0, *shape[1:]))]
+        for n, (first, end) in enumerate(pairwise(self.bounds)):
+            state = x["v"].new_zeros(shape) if x["h0"] is None else x["h0"][n : n + 1]
+            for start in range(first, end, BT):
+                h.append(state)
+                out, state = self.scan(start, min(start + BT, end), state)
+                o.append(out[0])
+            ht.append(state)
+        return torch.cat(o), torch.cat(ht), torch.cat(h)
+
+
+def draw_call(
+    problem: Problem, lengths: Sequence[int], seed: int, *, varlen: bool = True, device: str = "cpu", **given: Tensor
+) -> Call:
+    """Inputs of a problem over sequences of some lengths.
+
+    Channels differ in their decay, from none to steep. Keys are short enough for the recurrence to stay bounded.
+    Values are first rounded to the problem's dtypes, so that every path gets the same numbers.
+
+    Args:
+        problem: its lengths are replaced.
+        lengths: tokens of each sequence.
+        seed: of the draw.
+        varlen: the sequences are packed, not a dense batch.
+        device: where the tensors live.
+        given: tensors to use instead of drawn ones.
+    """
+    bounds = bounds_of(lengths)
+    tokens, N = bounds[-1], len(lengths)
+    p = replace(problem, tokens=tokens, sequences=N, longest=max(lengths), varlen=varlen)
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=F64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=rng, dtype=F64)
+
+    slope = 10 ** (3 * uniform(p.HV, p.K) - 2.3)  # 0.005 to 5
+    g = -slope * uniform(tokens, p.HV, p.K) if p.gate == "log" else 2 * normal(tokens, p.HV, p.K) + slope.log()
+    k = normal(tokens, p.H, p.K)
+    beta = uniform(tokens, p.HV) if p.beta == "plain" else 2 * normal(tokens, p.HV)
+    state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+    x: dict[str, Any] = {
+        "q": normal(tokens, p.H, p.K),
+        "k": k if p.l2norm else l2norm(k),
+        "v": normal(tokens, p.HV, p.V),
+        "g": g,
+        "beta": beta,
+        "A_log": uniform(p.HV) if p.has_A_log else None,
+        "dt_bias": normal(p.HV, p.K) if p.has_dt_bias else None,
+        "h0": normal(N, p.HV, *state) if p.initial_state else None,
+    }
+    x |= given
+    for name, tensor in x.items():
+        if tensor is not None:
+            short = {"q": p.dtype, "k": p.dtype, "v": p.dtype, "g": p.g_dtype, "beta": p.beta_dtype}.get(name, "fp32")
+            x[name] = tensor.to(TORCH[short]).to(F64).to(device)
+    return Call(p, bounds, {**x, "scale": 0.7 * p.K**-0.5, "lower_bound": -5.0})
+
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:
+    """Keyword arguments of ``kda_tl.chunk_kda`` for a call, in the problem's dtypes."""
+    p, x = call.problem, call.x
+    dtypes = {"g": TORCH[p.g_dtype], "beta": TORCH[p.beta_dtype]}
+    arguments: dict[str, Any] = {
+        name: x[name].to(dtypes.get(name, TORCH[p.dtype])).unflatten(0, (batch, x[name].shape[0] // batch))
+        for name in SEQUENCES
+    }
+    gated = p.gate != "log"
+    return arguments | {
+        "scale": x["scale"],
+        "initial_state": None if x["h0"] is None else x["h0"].float(),
+        "output_final_state": p.final_state,
+        "use_qk_l2norm_in_kernel": p.l2norm,
+        "use_gate_in_kernel": gated,
+        "use_beta_sigmoid_in_kernel": p.beta != "plain",
+        "allow_neg_eigval": p.beta == "sigmoid2",
+        "safe_gate": p.gate == "safe",
+        "lower_bound": x["lower_bound"] if p.gate == "safe" else None,
+        "A_log": None if x["A_log"] is None else x["A_log"].float(),
+        "dt_bias": None if x["dt_bias"] is None else x["dt_bias"].float().flatten(),
+        "state_v_first": p.state_v_first,
+        "cu_seqlens": torch.tensor(call.bounds, dtype=torch.int32).to(x["q"].device) if p.varlen else None,
+    }
+
+
+def scatter(x: Tensor) -> Tensor:
+    """The same values with the axes in memory turned around."""
+    return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+
+
+def misalign(x: Tensor) -> Tensor:
+    """The same values one element past a boundary."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def widen(x: Tensor) -> Tensor:
+    """The same values as part of a wider tensor, as a slice of a fused projection is."""
+    return torch.cat([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], -1)[
+        ..., x.shape[-1] : 2 * x.shape[-1]
+    ]
+
+
+Record = tuple[Stage, dict[str, Any]]
+
+
+def run_references(pipeline: Pipeline, case: Case, tensors: dict[str, Any]) -> tuple[dict[str, Any], list[Record]]:
+    """Composes the stages' references. Returns the pipeline's outputs, and each stage with the inputs it got."""
+    records: list[Record] = []
+
+    def run(stage: Stage, **inputs: Any) -> list[Tensor | None]:
+        records.append((stage, inputs))
+        outputs = stage.reference(case, **inputs)
+        return [outputs.get(name) for name in stage.outputs]
+
+    return pipeline.compute(run, tensors), records
+
+
+def guarded(tensor: Tensor, fill: bool) -> tuple[Tensor, Tensor]:
+    """A copy (or, with fill, all NaN) that lies between NaN; and the memory it lies in."""
+    buffer = torch.full((tensor.numel() + 2 * GUARD,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    inside = buffer[GUARD : GUARD + tensor.numel()].view(tensor.shape)
+    if not fill:
+        inside.copy_(tensor)
+    return inside, buffer
+
+
+def launch_poisoned(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Outputs of a kernel that met NaN in them and around every tensor, and wrote nothing but them."""
+    device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+    given = {
+        name: guarded(x, fill=False)[0] if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    pairs = [None if out is None else guarded(out, fill=True) for out in kernel.allocate(sizes, device)]
+    kernel.launch(given, [None if pair is None else pair[0] for pair in pairs], device)
+    for name, pair in zip(kernel.stage.outputs, pairs, strict=True):
+        if pair is not None:
+            outside = torch.cat([pair[1][:GUARD], pair[1][-GUARD:]])
+            assert outside.isnan().all(), f"{kernel.stage.name} writes outside of {name}"
+    return {name: pair[0] for name, pair in zip(kernel.stage.outputs, pairs, strict=True) if pair is not None}
+
+
+def reverse_chunks(stage: Stage, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same work with the chunks in opposite order, for stages that take them in any.
+
+    The C target runs thread blocks one after the other, so what a block writes past its rows would be made good by
+    the next one: backwards it is seen.
+    """
+    if "seq_chunks" in stage.inputs:
+        return inputs
+    chunked = {name for name in stage.inputs if stage.specs[name].dims[0] == "NT"}
+    return {name: x.flip(0) if name in chunked and x is not None else x for name, x in inputs.items()}
+
+
+def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, float]:
+    """Relative error of each output of a kernel, against the stage's reference on the very same numbers."""
+    stage, case = kernel.stage, kernel.case
+    given = {}
+    for name, x in inputs.items():
+        given[name] = x
+        if isinstance(x, Tensor) and x.is_floating_point():
+            cpu = case.device.kind == "cpu"
+            given[name] = x.to(torch.float32 if cpu else TORCH[stage.specs[name].element(case.problem)])
+    exact = {name: x.to(F64) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in given.items()}
+    outputs = launch_poisoned(kernel, given, sizes)
+    expected = stage.reference(case, **exact)
+    assert outputs.keys() == expected.keys()
+    return {name: relative_error(outputs[name], expected[name]) for name in expected}
+
+
+def sizes_of(call: Call, BT: int) -> dict[str, int]:
+    """Run-time dimensions of a call."""
+    layout = make_layout(call.bounds, BT, torch.device("cpu"))
+    return {"tokens": call.problem.tokens, "NT": layout.NT, "N": layout.N}
+
+
+def make_entry(problem: Problem, plan: Plan, ratio: float = 1.2, stale: bool = False, **key: Any) -> Entry:
+    """A database entry for a problem's bucket (or a key that differs from it), as if the plan had been measured."""
+    return Entry(
+        key=Key.of(problem)._replace(**key),
+        plan=plan.as_dict(),
+        numerics=numerics_class(plan),
+        time_us=Timing(median=100.0, mad=1.0, reps=100, rounds=5),
+        vs_default=VsDefault(ratio=ratio, ci95=(ratio, ratio)),
+        check=Check(max_rel_err=1e-3, tolerance=6e-3),
+        templates={name: "0" * 64 if stale else templates.fingerprint(name) for name, _ in plan.stages},
+        provenance={"date": "2026-01-01"},
+    )
+
+
+def compile_job(job: tuple[str, Case, Config | None]) -> str:
+    """Compiles a stage (its default unless a config is given) into TileLang's disk cache: for worker processes."""
+    name, case, config = job
+    stage = templates.load(name)
+    return compile_stage(stage, case, config or stage.default(case)).source

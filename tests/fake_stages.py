@@ -1,0 +1,129 @@
+"""A stage whose configs fail in every way there is; worker processes import it by this name."""
+
+import os
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.bench import Bench
+from kda_tl.contest import Run, load_known
+from kda_tl.crew import Crew
+from kda_tl.device import cpu_device
+from kda_tl.progress import OnEvent
+from kda_tl.stage import Case, Config, Cost, Stage, axis
+from kda_tl.stage_search import tune_stage
+from kda_tl.templates.pipelines import Pipeline
+from kda_tl.workloads import Workload
+
+INPUTS = {"g": "tokens HV K : g"}
+OUTPUTS = {"y": "tokens HV K : f32"}
+
+
+def reference(case: Case, *, g: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+    return {"y": scale * g}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeConfig(Config):
+    """repeat: times the work is done; kind: what goes wrong."""
+
+    repeat: int = axis(8, 1, 8)
+    kind: str = axis("right", "right", "refused", "hangs", "broken", "dies", "segfaults", "unwritten", "wrong")
+
+    def reject(self, case: Case) -> str | None:
+        if self.kind == "refused":
+            return "refused configs are refused"
+        return "one of each failure is enough" if self.kind != "right" and self.repeat == 1 else None
+
+
+def build(case: Case, config: FakeConfig) -> Any:
+    kind, K, HV = config.kind, case.problem.K, case.problem.HV
+    if kind == "broken":
+        raise ValueError("this config cannot be built")
+    if kind == "dies":
+        os._exit(3)
+    tokens = T.dynamic("tokens")
+    wrong = 1.5 if kind == "wrong" else 1.0
+    last = K - 1 if kind == "unwritten" else K
+
+    @T.prim_func
+    def fake(g: T.Tensor((tokens, HV, K), "float32"), y: T.Tensor((tokens, HV, K), "float32"), scale: T.float32):
+        with T.Kernel(tokens * HV) as i:
+            if kind == "segfaults":
+                T.call_extern("int32", "raise", 11)
+            if kind == "hangs":
+                T.call_extern("int32", "pause")
+            for _ in T.serial(config.repeat * 50):
+                for j in T.serial(last):
+                    y[i // HV, i % HV, j] = g[i // HV, i % HV, j] * scale * wrong
+
+    return fake
+
+
+def default(case: Case) -> FakeConfig:
+    return FakeConfig()
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    return Cost(bytes=1, flops=1)
+
+
+STAGE = Stage(
+    name="fake",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("scale",),
+    config=FakeConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    tolerance={"bf16": 1e-3, "fp16": 1e-3, "fp32": 1e-5},
+)
+
+
+def compute(run: Any, x: Mapping[str, Any]) -> dict[str, Any]:
+    (y,) = run(STAGE, g=x["g"], scale=x["scale"])
+    return {"y": y}
+
+
+PIPELINE = Pipeline(name="fake", direction="fwd", stages=(STAGE,), compute=compute)
+WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
+BENCH = Bench(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, BC=16)
+
+
+def make_run(crew: Crew, journal: Path, emit: OnEvent = lambda event: None, budget: int = 20) -> Run:
+    """A tuning run on the CPU target."""
+    known = load_known(journal)
+    return Run(crew=crew, device=cpu_device(), journal=journal, budget=budget, seed=0, emit=emit, known=known)
+
+
+def tune_fake(journal: str) -> None:
+    """Tunes the fake stage; what the test kills runs this."""
+    with Crew(1, overlap=False) as crew:
+        tune_stage(make_run(crew, Path(journal)), BENCH, STAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A request that takes a while and appends its name to a file."""
+
+    path: str
+    name: str
+    seconds: float = 0.0
+    timeout_s: float = 60.0
+
+    @property
+    def key(self) -> Hashable:
+        return self.name
+
+    def run(self) -> str:
+        time.sleep(self.seconds)
+        with open(self.path, "a") as file:
+            file.write(self.name)
+        return self.name.upper()

@@ -1,0 +1,616 @@
+"""The operator on the CPU target: against the recurrence, what it refuses, and what it remembers between calls."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Call, draw_call, draw_lengths, make_entry, misalign, operator_arguments, scatter, widen
+from torch import Tensor
+
+import kda_tl
+from kda_tl import chunk, db, dispatch
+from kda_tl.chunk import chunk_kda, explain
+from kda_tl.device import cpu_device, find_compiler
+from kda_tl.dispatch import default_plan
+from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.kernel import Program
+from kda_tl.problem import Problem
+from kda_tl.reference import relative_error
+from kda_tl.stage import Plan
+
+CPU = cpu_device()
+# States are computed and returned in fp32: an exponent of 64 * 5 nats is held to 2^-16. Outputs are rounded to io once.
+STATE = 5e-5
+TOLERANCE = {"fp32": STATE, "fp16": 5e-4, "bf16": 3e-3}
+SPECIALISED = {
+    "safe-fp32": Problem(
+        H=2,
+        HV=4,
+        K=60,
+        V=100,
+        tokens=0,
+        dtype="fp32",
+        gate="safe",
+        has_A_log=True,
+        has_dt_bias=True,
+        beta="sigmoid",
+        l2norm=True,
+        initial_state=True,
+        final_state=True,
+    ),
+    "softplus-bf16": Problem(
+        H=1,
+        HV=3,
+        K=32,
+        V=64,
+        tokens=0,
+        dtype="bf16",
+        g_dtype="fp32",
+        gate="softplus",
+        has_A_log=True,
+        beta="sigmoid2",
+        l2norm=True,
+        initial_state=True,
+        final_state=True,
+        state_v_first=True,
+    ),
+    "log-fp16": Problem(H=2, HV=2, K=64, V=32, tokens=0, dtype="fp16", beta_dtype="fp32", final_state=True),
+}
+SMALL = replace(SPECIALISED["log-fp16"], K=32, dtype="fp32", g_dtype="fp32", initial_state=True)
+specialised = pytest.mark.parametrize("problem", SPECIALISED.values(), ids=SPECIALISED)
+
+pytestmark = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Plans that ran, in order."""
+    ran: list[Plan] = []
+    run = Program.run
+
+    def record(self: Program, *args: Any) -> Any:
+        ran.append(self.plan)
+        return run(self, *args)
+
+    monkeypatch.setattr(Program, "run", record)
+    return ran
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Nothing is remembered of earlier calls, nor of this test's by later ones."""
+
+    def forget() -> None:
+        dispatch._settings.cache_clear()
+        for memory in (dispatch._choices, chunk._ready, chunk._warned):
+            memory.clear()
+
+    forget()
+    yield
+    forget()
+
+
+def assert_right(call: Call, batch: int = 1, **changes: Any) -> None:
+    """chunk_kda on a call is the recurrence; its arguments are left as they were."""
+    arguments = operator_arguments(call, batch) | changes
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, Tensor)}
+    o, ht = chunk_kda(**arguments)
+    expected_o, expected_ht, _ = call.truth()
+    p = call.problem
+    assert o.dtype == arguments["q"].dtype and o.shape == arguments["v"].shape and o.is_contiguous()
+    errors = [relative_error(o.flatten(0, 1), expected_o) / TOLERANCE[p.dtype]]
+    assert (ht is not None) == p.final_state
+    if ht is not None:
+        assert ht.dtype == torch.float32
+        errors.append(relative_error(ht, expected_ht) / STATE)
+    assert max(errors) < 1, f"{errors} of the tolerance, {p.key} bounds={call.bounds}"
+    for name, x in before.items():
+        assert torch.equal(arguments[name].nan_to_num(), x.nan_to_num()), f"{name} was written to"
+
+
+# Against the recurrence
+
+
+@specialised
+def test_lengths(problem: Problem, seed: int) -> None:
+    for n, T in enumerate((1, 15, 16, 17, 63, 64, 65, 130)):
+        assert_right(draw_call(problem, (T,), seed + n, varlen=False))
+
+
+@specialised
+def test_batches(problem: Problem, seed: int) -> None:
+    for n, (B, T) in enumerate(((2, 1), (3, 65), (5, 33))):
+        assert_right(draw_call(problem, (T,) * B, seed + n, varlen=False), batch=B)
+
+
+@specialised
+def test_packed_sequences(problem: Problem, seed: int) -> None:
+    rng = random.Random(seed)
+    for n in range(3):
+        assert_right(draw_call(problem, draw_lengths(rng), seed + n))
+    assert_right(draw_call(problem, (0, 0, 5), seed))
+    assert_right(draw_call(problem, (64, 64), seed))
+
+
+@pytest.mark.parametrize("chunk_size", (16, 32, 64))
+@pytest.mark.parametrize("state_v_first", (False, True), ids=("kv", "vk"))
+def test_intermediate_states(chunk_size: int, state_v_first: bool, seed: int) -> None:
+    problem = replace(SMALL, state_v_first=state_v_first)
+    for lengths, batch, varlen in (((65, 65), 2, False), ((70, 0, 1, 16, 33), 1, True)):
+        call = draw_call(problem, lengths, seed, varlen=varlen)
+        arguments = operator_arguments(call, batch)
+        o, ht, h = chunk_kda(**arguments, chunk_size=chunk_size, return_intermediate_states=True)
+        expected_o, expected_ht, expected_h = call.truth(chunk_size)
+        assert h.dtype == arguments["q"].dtype and h.shape[0] == batch
+        assert relative_error(h.flatten(0, 1), expected_h) < STATE
+        assert relative_error(o.flatten(0, 1), expected_o) < STATE and relative_error(ht, expected_ht) < STATE
+
+
+def test_intermediate_states_are_of_64_tokens_unless_told(seed: int) -> None:
+    call = draw_call(SMALL, (130,), seed, varlen=False)
+    _, _, h = chunk_kda(**operator_arguments(call), return_intermediate_states=True)
+    assert relative_error(h[0], call.truth(64)[2]) < STATE
+
+
+def test_scale(seed: int) -> None:
+    call = draw_call(SMALL, (20,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    o, _ = chunk_kda(**arguments | {"scale": None})
+    assert relative_error(o[0], call.truth()[0] / 0.7) < STATE
+    o, _ = chunk_kda(**arguments | {"scale": -3})
+    assert relative_error(o[0], call.truth()[0] / call.x["scale"] * -3) < STATE
+
+
+def test_optional_arguments_may_be_missing(seed: int) -> None:
+    call = draw_call(replace(SMALL, initial_state=False, final_state=False), (20,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    o, ht = chunk_kda(*(arguments[name] for name in ("q", "k", "v", "g", "beta")), scale=arguments["scale"])
+    assert ht is None and relative_error(o[0], call.truth()[0]) < STATE
+
+
+def test_unused_gate_parameters_are_ignored(seed: int) -> None:
+    call = draw_call(SMALL, (20,), seed, varlen=False)
+    junk = torch.full((call.problem.HV,), torch.nan)
+    assert_right(call, A_log=junk, dt_bias=junk.repeat(call.problem.K), safe_gate=True)
+
+
+def test_state_is_handed_over(seed: int) -> None:
+    """A sequence in two calls, cut anywhere, is the sequence in one."""
+    call = draw_call(SMALL, (150,), seed, varlen=False)
+    o, ht, _ = call.truth()
+    whole = operator_arguments(call)
+    for cut in (1, 64, 77):
+        parts, state = [], whole["initial_state"]
+        for piece in (slice(0, cut), slice(cut, None)):
+            tokens = {name: whole[name][:, piece] for name in ("q", "k", "v", "g", "beta")}
+            out, state = chunk_kda(**whole | tokens | {"initial_state": state})
+            parts.append(out)
+        assert relative_error(torch.cat(parts, 1)[0], o) < STATE and relative_error(state, ht) < STATE
+
+
+def test_sequences_do_not_see_each_other(seed: int) -> None:
+    """Dense, packed and alone give the same bits."""
+    B, T = 3, 70
+    call = draw_call(SMALL, (T,) * B, seed, varlen=False)
+    dense = operator_arguments(call, B)
+    o, ht = chunk_kda(**dense)
+    flat = {name: dense[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
+    packed_o, packed_ht = chunk_kda(**dense | flat | {"cu_seqlens": torch.tensor(call.bounds)})
+    assert torch.equal(packed_o[0], o.flatten(0, 1)) and torch.equal(packed_ht, ht)
+    for b in range(B):
+        alone = {name: dense[name][b : b + 1] for name in (*flat, "initial_state")}
+        alone_o, alone_ht = chunk_kda(**dense | alone)
+        assert torch.equal(alone_o[0], o[b]) and torch.equal(alone_ht[0], ht[b])
+
+
+def test_cu_seqlens_of_any_kind(seed: int) -> None:
+    call = draw_call(SMALL, (3, 0, 70, 1), seed)
+    arguments = operator_arguments(call)
+    o, ht = chunk_kda(**arguments)
+    bounds = arguments["cu_seqlens"]
+    for given in (
+        {"cu_seqlens": bounds.long()},
+        {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds.long()},
+        {"cu_seqlens": bounds.repeat_interleave(2)[::2]},
+    ):
+        other_o, other_ht = chunk_kda(**arguments | given)
+        assert torch.equal(other_o, o) and torch.equal(other_ht, ht)
+
+
+@specialised
+@pytest.mark.parametrize("change", (scatter, misalign, widen))
+def test_any_strides_are_served(problem: Problem, change: Callable[[Tensor], Tensor], seed: int) -> None:
+    call = draw_call(problem, (70, 2), seed)
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+    given = {name: x for name, x in operator_arguments(call).items() if name in names and x is not None}
+    assert_right(call, **{name: change(x) for name, x in given.items()})
+
+
+def test_expanded_inputs_are_served(seed: int) -> None:
+    call = draw_call(SMALL, (40,), seed, varlen=False)
+    call.x["q"] = call.x["q"][:1].expand(40, -1, -1)
+    call.x["beta"] = call.x["beta"][:1, :1].expand(40, 2)
+    call.x["h0"] = call.x["h0"][:, :1].expand(-1, 2, -1, -1)
+    arguments = operator_arguments(call)
+    expanded = {
+        "q": arguments["q"][:, :1].expand(-1, 40, -1, -1),
+        "beta": arguments["beta"][:, :1, :1].expand(1, 40, 2),
+    }
+    assert_right(call, **expanded, initial_state=arguments["initial_state"][:, :1].expand(-1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("shape", ((-1,), (4, 60), (1, 1, 4, 60)))
+def test_gate_parameters_of_any_shape_and_dtype(shape: tuple[int, ...], seed: int) -> None:
+    call = draw_call(SPECIALISED["safe-fp32"], (20,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    dt_bias, A_log = arguments["dt_bias"].view(shape).double(), arguments["A_log"].double().view(1, 1, -1, 1)
+    assert_right(call, dt_bias=dt_bias, A_log=A_log)
+
+
+@specialised
+@pytest.mark.timeout(60)
+def test_nan_in_the_gate_goes_where_it_belongs(problem: Problem, seed: int) -> None:
+    call = draw_call(problem, (130, 70), seed)
+    arguments = operator_arguments(call)
+    clean, clean_ht = chunk_kda(**arguments)
+    arguments["g"] = arguments["g"].clone()
+    arguments["g"][0, 70, 1, 5] = torch.nan
+    o, ht = chunk_kda(**arguments)
+    assert o[0, 70:130, 1].isnan().all(), "every later token of that head and sequence"
+    assert ht[0, 1].isnan().any()
+    others = [head for head in range(problem.HV) if head != 1]
+    assert torch.equal(o[:, :, others], clean[:, :, others]) and torch.equal(ht[:, others], clean_ht[:, others])
+    assert torch.equal(o[0, :64, 1], clean[0, :64, 1]), "earlier chunks"
+    assert torch.equal(o[0, 130:], clean[0, 130:]) and torch.equal(ht[1], clean_ht[1]), "other sequences"
+
+
+# No tokens
+
+
+@pytest.mark.parametrize("state_v_first", (False, True))
+@pytest.mark.parametrize("packed", (False, True))
+def test_no_tokens(packed: bool, state_v_first: bool, seed: int) -> None:
+    call = draw_call(replace(SMALL, state_v_first=state_v_first), (0, 0, 0), seed, varlen=packed)
+    arguments = operator_arguments(call)
+    if not packed:
+        for name in ("q", "k", "v", "g", "beta"):
+            arguments[name] = arguments[name].expand(3, *arguments[name].shape[1:])
+    o, ht = chunk_kda(**arguments)
+    assert o.shape == arguments["v"].shape and o.dtype == torch.float32
+    assert torch.equal(ht, arguments["initial_state"]) and ht.data_ptr() != arguments["initial_state"].data_ptr()
+    o, ht = chunk_kda(**arguments | {"initial_state": None})
+    assert ht.shape == arguments["initial_state"].shape and not ht.any()
+    o, ht, h = chunk_kda(**arguments, return_intermediate_states=True)
+    assert h.shape == (o.shape[0], 0, *arguments["initial_state"].shape[1:])
+
+
+# Refusals
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    """Arguments of a softplus call of 2 sequences of 5 tokens, H=2, HV=4, K=8, V=6, and changes to them."""
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    return {
+        "q": normal(2, 5, 2, 8),
+        "k": normal(2, 5, 2, 8),
+        "v": normal(2, 5, 4, 6),
+        "g": normal(2, 5, 4, 8),
+        "beta": normal(2, 5, 4),
+        "use_gate_in_kernel": True,
+        "A_log": normal(4),
+        **changes,
+    }
+
+
+def packed(bounds: Any, **changes: Any) -> dict[str, Any]:
+    tokens = {name: good()[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
+    return good(**tokens, cu_seqlens=bounds, **changes)
+
+
+def zeros(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(*shape, **options)
+
+
+I32 = {"dtype": torch.int32}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "q rank": (good(q=zeros(2, 5, 16)), r"q must have 4 dimensions.*\[2, 5, 16\]"),
+    "k rank": (good(k=zeros(1, 2, 5, 2, 8)), "k must have 4 dimensions"),
+    "beta rank": (good(beta=zeros(2, 5, 4, 1)), r"beta must have 3 dimensions, \[B, T, HV\]"),
+    "q integer": (good(q=zeros(2, 5, 2, 8, **I32)), "q must be bfloat16, float16 or float32"),
+    "q float64": (good(q=zeros(2, 5, 2, 8, dtype=torch.float64)), "got torch.float64"),
+    "g integer": (good(g=zeros(2, 5, 4, 8, **I32)), "g must be bfloat16, float16 or float32"),
+    "beta bool": (good(beta=zeros(2, 5, 4, dtype=torch.bool)), "beta must be bfloat16"),
+    "k dtype": (good(k=zeros(2, 5, 2, 8, dtype=torch.bfloat16)), "k must have the dtype of q"),
+    "v dtype": (good(v=zeros(2, 5, 4, 6, dtype=torch.float16)), "v must have the dtype of q"),
+    "q no tensor": (good(q=[[1.0]]), "q must be a torch.Tensor, got list"),
+    "v None": (good(v=None), "v must be a torch.Tensor, got NoneType"),
+    "beta number": (good(beta=1.0), "beta must be a torch.Tensor, got float"),
+    "A_log no tensor": (good(A_log=[0.0] * 4), "A_log must be a torch.Tensor, got list"),
+    "dt_bias no tensor": (good(dt_bias=0.5), "dt_bias must be a torch.Tensor, got float"),
+    "initial_state no tensor": (good(initial_state=0), "initial_state must be a torch.Tensor, got int"),
+    "cu_seqlens no tensor": (packed([0, 10]), "cu_seqlens must be a torch.Tensor, got list"),
+    "cu_seqlens_cpu no tensor": (
+        packed(torch.tensor([0, 10]), cu_seqlens_cpu=[0, 10]),
+        "cu_seqlens_cpu must be a torch.Tensor, got list",
+    ),
+    "all on meta": (
+        {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in good().items()},
+        "on a CUDA device or the CPU, got meta",
+    ),
+    "k elsewhere": (good(k=zeros(2, 5, 2, 8, device="meta")), "k is on meta but q is on cpu"),
+    "A_log elsewhere": (good(A_log=zeros(4, device="meta")), "A_log is on meta but q is on cpu"),
+    "cu_seqlens elsewhere": (packed(zeros(2, device="meta", **I32)), "cu_seqlens is on meta but q is on cpu"),
+    "heads": (
+        good(q=zeros(2, 5, 3, 8), k=zeros(2, 5, 3, 8)),
+        "HV=4 value heads cannot share H=3 query/key heads: make HV a multiple",
+    ),
+    "more query heads": (good(q=zeros(2, 5, 8, 8), k=zeros(2, 5, 8, 8)), "make HV a multiple of H"),
+    "no heads": (good(q=zeros(2, 5, 0, 8), k=zeros(2, 5, 0, 8)), "H must be at least 1"),
+    "no batch": (
+        {name: x[:0] if name in ("q", "k", "v", "g", "beta") else x for name, x in good().items()},
+        "at least one sequence",
+    ),
+    "K": (
+        good(q=zeros(2, 5, 2, 257), k=zeros(2, 5, 2, 257), g=zeros(2, 5, 4, 257)),
+        "K=257 is not supported: pass 256",
+    ),
+    "V": (good(v=zeros(2, 5, 4, 300)), "V=300 is not supported: pass 256"),
+    "no K": (good(q=zeros(2, 5, 2, 0), k=zeros(2, 5, 2, 0), g=zeros(2, 5, 4, 0)), "K must be at least 1"),
+    "k shape": (good(k=zeros(2, 5, 2, 7)), r"k must have the shape \[2, 5, 2, 8\], got \[2, 5, 2, 7\]"),
+    "v tokens": (good(v=zeros(2, 4, 4, 6)), r"v must have the shape \[2, 5, 4, 6\]"),
+    "g per key head": (good(g=zeros(2, 5, 2, 8)), r"g must have the shape \[2, 5, 4, 8\]"),
+    "beta per key head": (good(beta=zeros(2, 5, 2)), r"beta must have the shape \[2, 5, 4\]"),
+    "safe_gate": (good(safe_gate=True), "needs lower_bound, for example -5"),
+    "lower_bound low": (good(safe_gate=True, lower_bound=-5.1), r"lower_bound must be in \[-5, 0\), got -5.1"),
+    "lower_bound zero": (good(safe_gate=True, lower_bound=0), r"lower_bound must be in \[-5, 0\), got 0"),
+    "lower_bound positive": (good(safe_gate=True, lower_bound=5.0), "lower_bound must be in"),
+    "lower_bound NaN": (good(safe_gate=True, lower_bound=float("nan")), "lower_bound must be in"),
+    "lower_bound text": (good(safe_gate=True, lower_bound="-5"), "lower_bound must be a number"),
+    "A_log missing": (good(A_log=None), r"needs A_log of shape \[HV\], or a lower_bound"),
+    "A_log shape": (good(A_log=zeros(2)), r"A_log must be a float tensor \[HV\] of 4 elements, got \[2\]"),
+    "A_log integer": (good(A_log=zeros(4, **I32)), r"A_log must be a float tensor \[HV\]"),
+    "dt_bias shape": (good(dt_bias=zeros(4)), r"dt_bias must be a float tensor \[HV \* K\] of 32 elements"),
+    "initial_state layout": (
+        good(initial_state=zeros(2, 4, 6, 8)),
+        r"initial_state must be float32 \[N, HV, K, V\] = \[2, 4, 8, 6\]",
+    ),
+    "initial_state other layout": (
+        good(initial_state=zeros(2, 4, 8, 6), state_v_first=True),
+        r"\[N, HV, V, K\] = \[2, 4, 6, 8\]",
+    ),
+    "initial_state dtype": (good(initial_state=zeros(2, 4, 8, 6, dtype=torch.bfloat16)), "must be float32"),
+    "initial_state batch": (good(initial_state=zeros(1, 4, 8, 6)), r"\[2, 4, 8, 6\], got torch.float32 \[1, 4, 8, 6\]"),
+    "initial_state of packed": (
+        packed(torch.tensor([0, 3, 4, 10]), initial_state=zeros(1, 4, 8, 6)),
+        r"= \[3, 4, 8, 6\]",
+    ),
+    "cu_seqlens start": (packed(torch.tensor([1, 10])), "must start at 0 and end at T=10, got 1 and 10"),
+    "cu_seqlens end": (packed(torch.tensor([0, 9])), "end at T=10, got 0 and 9"),
+    "cu_seqlens order": (packed(torch.tensor([0, 6, 4, 10])), "must not decrease"),
+    "cu_seqlens dtype": (packed(torch.tensor([0.0, 10.0])), "1-D int32 or int64"),
+    "cu_seqlens short": (packed(torch.tensor([0, 10], dtype=torch.int16)), "1-D int32 or int64"),
+    "cu_seqlens rank": (packed(torch.tensor([[0, 10]])), "1-D int32 or int64"),
+    "cu_seqlens dtype beside a host copy": (
+        packed(torch.tensor([0.0, 10.0]), cu_seqlens_cpu=torch.tensor([0, 10])),
+        "1-D int32 or int64",
+    ),
+    "cu_seqlens_cpu of other length": (
+        packed(torch.tensor([0, 4, 10]), cu_seqlens_cpu=torch.tensor([0, 10])),
+        "cu_seqlens_cpu",
+    ),
+    "cu_seqlens batch": (good(cu_seqlens=torch.tensor([0, 5])), "cu_seqlens needs B=1, got B=2: flatten"),
+    "cu_seqlens_cpu alone": (packed(None, cu_seqlens_cpu=torch.tensor([0, 10])), "pass cu_seqlens too"),
+    "allow_neg_eigval": (good(allow_neg_eigval=True), "needs use_beta_sigmoid_in_kernel=True"),
+    "chunk_size": (good(chunk_size=48), r"chunk_size must be one of \[16, 32, 64\] or None, got 48"),
+    "chunk_size zero": (good(chunk_size=0), "chunk_size must be one of"),
+    "chunk_size float": (good(chunk_size=64.0), "chunk_size must be one of"),
+    "chunk_size text": (good(chunk_size="64"), "chunk_size must be one of"),
+    "scale text": (good(scale="1"), "scale must be a number"),
+    "scale tensor": (good(scale=torch.tensor(1.0)), "scale must be a number"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("function", (chunk_kda, explain), ids=("call", "explain"))
+def test_refusals(case: str, function: Callable[..., Any]) -> None:
+    arguments, sentence = REFUSED[case]
+    for _ in range(2):  # what was refused is not remembered as good
+        with pytest.raises(InputError) as caught:
+            function(**arguments)
+        message = str(caught.value)
+        assert re.search(sentence, message), message
+        assert "\n" not in message and message.rstrip(".").count(" ") >= 4
+
+
+def test_what_is_refused_differs_from_a_good_call_in_one_thing() -> None:
+    """Or the table above would test itself."""
+    assert explain(**good()).plan is not None
+    assert explain(**packed(torch.tensor([0, 4, 10]))).plan is not None
+    assert explain(**good(safe_gate=True, lower_bound=-5)).plan is not None
+
+
+def test_unknown_keyword_is_a_type_error() -> None:
+    for function in (chunk_kda, explain):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'head_first'"):
+            function(**good(), head_first=True)
+
+
+def test_signature_follows_fla() -> None:
+    names = (
+        "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
+        "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound A_log dt_bias state_v_first cu_seqlens "
+        "cu_seqlens_cpu return_intermediate_states chunk_size"
+    )
+    parameters = inspect.signature(chunk_kda).parameters
+    assert list(parameters) == names.split()
+    assert all(parameters[name].default in (None, False) for name in names.split()[5:])
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"))
+def test_gradients_are_refused(name: str, seed: int) -> None:
+    call = draw_call(SPECIALISED["safe-fp32"], (20,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    expected, _ = chunk_kda(**arguments)
+    arguments[name] = arguments[name].clone().requires_grad_()
+    with pytest.raises(UnsupportedError, match=f"{name} require gradients.*no_grad"):
+        chunk_kda(**arguments)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            o, _ = chunk_kda(**arguments)
+        assert not o.requires_grad and torch.equal(o, expected)
+
+
+# Without a compiler
+
+
+@pytest.mark.parametrize("varlen", (False, True))
+@specialised
+def test_without_a_compiler_the_reference_serves(
+    problem: Problem, varlen: bool, seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert find_compiler(CPU) is None
+    call = draw_call(problem, (20, 20), seed, varlen=varlen)
+    batch = 1 if varlen else 2
+    with pytest.warns(KdaTlWarning, match=r"install a C\+\+ compiler") as warned:
+        assert_right(call, batch)
+        assert_right(draw_call(problem, (21,), seed, varlen=False))
+    assert len(warned) == 1 and warned[0].filename == __file__, "one warning, and it points at the caller"
+    choice = explain(**operator_arguments(call, batch))
+    assert (choice.step, choice.plan) == ("reference", None) and "no compiler found" in str(choice)
+    with pytest.raises(UnsupportedError, match="install a compiler"):
+        chunk_kda(**operator_arguments(call, batch), return_intermediate_states=True)
+
+
+# What is remembered between calls
+
+
+def test_same_signature_other_values(seed: int, plans: list[Plan]) -> None:
+    for n in range(3):
+        assert_right(draw_call(SMALL, (70,), seed + n, varlen=False))
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    assert_right(Call(call.problem, call.bounds, call.x | {"scale": 1.0}))
+    assert len(plans) == 4 and len(set(plans)) == 1
+
+
+def test_changed_cu_seqlens_is_followed(seed: int) -> None:
+    one, other = (draw_call(SMALL, lengths, seed) for lengths in ((10, 60), (33, 37)))
+    cu_seqlens = torch.tensor(one.bounds)
+    assert_right(one, cu_seqlens=cu_seqlens)
+    cu_seqlens.copy_(torch.tensor(other.bounds))
+    assert_right(other, cu_seqlens=cu_seqlens)
+
+
+def test_flags_are_part_of_the_signature(seed: int) -> None:
+    """Calls that differ in one flag, in a row: none may get the other's program."""
+    base = replace(SPECIALISED["safe-fp32"], K=32, V=32, H=1, HV=2)
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"beta": "plain"},
+        {"beta": "sigmoid2"},
+        {"l2norm": False},
+        {"has_dt_bias": False},
+        {"has_A_log": False},
+        {"gate": "softplus"},
+        {"final_state": False},
+        {"initial_state": False},
+        {"state_v_first": True},
+        {},
+    )
+    for change in changes:
+        assert_right(draw_call(replace(base, **change), (40,), seed, varlen=False))
+
+
+def test_packed_and_dense_are_planned_apart(seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence of T tokens either way, but plans are tuned for packed sequences and dense batches apart."""
+    asked: list[bool] = []
+    prepare = chunk.prepare
+
+    def record(problem: Problem, *args: Any) -> Any:
+        asked.append(problem.varlen)
+        return prepare(problem, *args)
+
+    monkeypatch.setattr(chunk, "prepare", record)
+    for varlen in (False, True):
+        assert_right(draw_call(SMALL, (70,), seed, varlen=varlen))
+    assert asked == [False, True]
+
+
+def test_pin_takes_effect_at_once(seed: int, plans: list[Plan]) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    pinned = default_plan(call.problem, CPU, BT=16, BC=8)
+    assert_right(call)
+    with kda_tl.pin(pinned):
+        assert_right(call)
+        assert explain(**operator_arguments(call)).step == "pinned"
+    assert_right(call)
+    assert plans[1] == pinned and plans[0] == plans[2] != pinned
+
+
+def test_pinned_plan_and_chunk_size_must_agree(seed: int) -> None:
+    """Intermediate states are of chunk_size tokens: a plan of other chunks must not answer in its place."""
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    with (
+        kda_tl.pin(default_plan(call.problem, CPU, BT=16)),
+        pytest.raises(InputError, match="BT=16.*chunk_size=32"),
+    ):
+        chunk_kda(**operator_arguments(call), chunk_size=32, return_intermediate_states=True)
+
+
+def test_overlay_takes_effect_at_once(seed: int, plans: list[Plan], tmp_path: Path) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    tuned = default_plan(call.problem, CPU, BT=32)
+    db.store(tmp_path, CPU, "chunk_kda", "fwd", [make_entry(call.problem, tuned)])
+    assert_right(call)
+    with kda_tl.use(tmp_path):
+        assert_right(call)
+        choice = explain(**operator_arguments(call))
+        assert (choice.step, choice.source, choice.plan) == ("exact bucket", "overlay", tuned)
+        assert_right(call, chunk_size=64)
+    assert_right(call)
+    assert [plan.BT for plan in plans] == [plans[0].BT, 32, 64, plans[0].BT] and plans[0].BT != 32
+
+
+def test_first_calls_from_many_threads(seed: int, forgetful: None) -> None:
+    call = draw_call(replace(SMALL, V=16), (70,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: chunk_kda(**arguments), range(8)))
+    assert relative_error(results[0][0][0], call.truth()[0]) < STATE
+    for o, ht in results[1:]:
+        assert torch.equal(o, results[0][0]) and torch.equal(ht, results[0][1])
+
+
+def test_warm_call_is_silent_and_leaves_nothing_behind(seed: int) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    chunk_kda(**arguments)
+    known = len(chunk._ready), len(dispatch._choices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chunk_kda(**arguments)
+    assert (len(chunk._ready), len(dispatch._choices)) == known

@@ -1,0 +1,509 @@
+"""On the GPU that is here: right numbers, the same each time, and calls that cost the host next to nothing.
+
+All kernels are compiled first, in parallel, into TileLang's disk cache: on the 16 cores of an H200 machine that is most
+of this file's time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import (
+    Call,
+    draw_call,
+    misalign,
+    operator_arguments,
+    run_references,
+    scatter,
+    sizes_of,
+    stage_errors,
+    widen,
+)
+
+import kda_tl
+from kda_tl import templates
+from kda_tl.chunk import chunk_kda, explain
+from kda_tl.db import Entry, sources
+from kda_tl.device import Device, cuda_device
+from kda_tl.dispatch import choose, default_plan, numerics_class, parse_plan
+from kda_tl.errors import InputError
+from kda_tl.isolate import WorkerFailure, map_pool
+from kda_tl.kernel import compile_stage
+from kda_tl.problem import Problem
+from kda_tl.reference import relative_error
+from kda_tl.stage import Case, Config, Plan, Stage
+from kda_tl.templates.pipelines import PIPELINES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]  # the first waits for all kernels
+
+# bf16: where peers land against a float64 oracle; fp32: products in tf32, operands rounded to 2^-11
+TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 4e-3}
+LENGTHS = (1, 15, 63, 64, 65, 333)
+PACKED = (0, 1, 130, 64, 0, 77)
+DECAYS = ("steep", "slow", "mixed")
+FULL: dict[str, Any] = {
+    "tokens": 0,
+    "has_A_log": True,
+    "has_dt_bias": True,
+    "l2norm": True,
+    "beta": "sigmoid",
+    "initial_state": True,
+    "final_state": True,
+}
+LOG: dict[str, Any] = {"has_A_log": False, "has_dt_bias": False, "gate": "log"}
+
+
+def make(BT: int, H: int, HV: int, K: int, V: int, **fields: Any) -> tuple[int, Problem]:
+    return BT, Problem(H=H, HV=HV, K=K, V=V, **{**FULL, **fields})
+
+
+# Tokens a chunk, and what the kernels are specialised for. Every value of every field occurs; not every pair does.
+SPECIALISED = {
+    "bf16-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
+    "bf16-safe-K128-V128-BT32-GVA-vk": make(32, 2, 4, 128, 128, gate="safe", state_v_first=True),
+    "bf16-softplus-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="softplus", has_dt_bias=False),
+    "bf16-log-K128-V128-BT16": make(16, 1, 1, 128, 128, **LOG, l2norm=False, beta="plain"),
+    "bf16-safe-K64-V64-BT16": make(16, 2, 4, 64, 64, gate="safe", has_A_log=False, beta="sigmoid2"),
+    "bf16-softplus-K60-V100-GVA-vk": make(64, 2, 4, 60, 100, gate="softplus", state_v_first=True),
+    "bf16-safe-K32-V256": make(64, 1, 1, 32, 256, gate="safe"),
+    "bf16-log-K256-V256-BT32": make(32, 2, 4, 256, 256, **LOG),
+    "bf16-softplus-K256-V256": make(64, 1, 1, 256, 256, gate="softplus"),
+    "bf16-log-K64-V64-bare": make(
+        64, 2, 4, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+    "fp16-safe-K128-V128": make(64, 2, 4, 128, 128, gate="safe", dtype="fp16", g_dtype="fp32"),
+    "fp16-log-K60-V100-BT32-vk": make(32, 1, 1, 60, 100, **LOG, dtype="fp16", state_v_first=True),
+    "fp32-softplus-K128-V128": make(64, 1, 1, 128, 128, gate="softplus", dtype="fp32"),
+    "fp32-safe-K60-V100-BT16": make(16, 2, 4, 60, 100, gate="safe", dtype="fp32"),
+}
+BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
+WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
+HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
+specialised = pytest.mark.parametrize("name", SPECIALISED)
+Job = tuple[str, Case, Config]
+
+
+@cache
+def device() -> Device:
+    return cuda_device(torch.cuda.current_device())
+
+
+def plan_of(problem: Problem, BT: int) -> Plan:
+    return default_plan(problem, device(), BT=BT)
+
+
+def case_of(problem: Problem, plan: Plan) -> Case:
+    return Case(problem=problem.without_lengths(), device=device(), BT=plan.BT, BC=plan.BC)
+
+
+def jobs_of(problem: Problem, plan: Plan) -> list[Job]:
+    return [(name, case_of(problem, plan), config) for name, config in plan.stages]
+
+
+@cache
+def other_configs(stage_name: str, name: str) -> tuple[Config, ...]:
+    """Two configs beside the default, of the seed that the run's first lines tell."""
+    BT, problem = SPECIALISED[name]
+    plan = plan_of(problem, BT)
+    candidates = templates.load(stage_name).candidates(case_of(problem, plan))
+    others = [config for config in candidates if config != plan.config(stage_name)]
+    rng = random.Random(f"{os.environ['KDA_TL_TEST_SEED']}/{stage_name}/{name}")
+    return tuple(rng.sample(others, min(2, len(others))))
+
+
+OTHERS = ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk")
+
+
+@cache
+def equal_plans() -> tuple[Plan, ...]:
+    """Plans of the default's numerics class that differ from it in one stage: at most two a stage."""
+    plan = plan_of(MAIN, BT)
+    found: list[Plan] = []
+    for name, config in plan.stages:
+        same = []
+        for other in config.neighbours():
+            changed = replace(plan, stages=tuple((n, other if n == name else c) for n, c in plan.stages))
+            if other.reject(case_of(MAIN, plan)) is None and numerics_class(changed) == numerics_class(plan):
+                same.append(changed)
+        found += same[:1] + same[-1:] if len(same) > 1 else same
+    return tuple(found)
+
+
+@cache
+def shipped() -> tuple[tuple[str, Problem, Plan], ...]:
+    """Every packaged plan for this GPU, with a problem of its key but few heads; equal pairs once."""
+    found: dict[tuple[Problem, Plan], str] = {}
+    packaged = [database for database in sources() if database.name == "packaged"]
+    for database in packaged:
+        for (slug, operator, direction), file in database.files.items():
+            if slug == device().slug:
+                for key, entry in file.entries.items():
+                    problem = problem_of(entry, operator, direction)
+                    plan = parse_plan(entry.plan, problem, device())
+                    found.setdefault((problem, plan), key.text)
+    return tuple((text, problem, plan) for (problem, plan), text in found.items())
+
+
+def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
+    key = entry.key
+    return Problem(
+        **FULL | {"has_A_log": key.gate != "log", "has_dt_bias": key.gate != "log", "initial_state": False},
+        H=2,
+        HV=2 * key.group,
+        K=key.K,
+        V=key.V,
+        dtype=key.dtype,
+        gate=key.gate,
+        operator=operator,
+        direction=direction,
+    )
+
+
+@pytest.fixture(scope="session")
+def failures() -> dict[Job, WorkerFailure]:
+    """Compiles everything that these tests run, on all cores; what failed, and why."""
+    wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
+    for problem in (WIDE, HUGE):
+        wanted += jobs_of(problem, plan_of(problem, BT))
+    for name in OTHERS:
+        case = case_of(SPECIALISED[name][1], plan_of(SPECIALISED[name][1], SPECIALISED[name][0]))
+        for stage_name in templates.names():
+            wanted += [(stage_name, case, c) for c in other_configs(stage_name, name)]
+    for plan in equal_plans():
+        wanted += jobs_of(MAIN, plan)
+    for _, problem, plan in shipped():
+        wanted += jobs_of(problem, plan)
+    jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
+    cores = max(1, (os.cpu_count() or 2) - 1)
+    results = map_pool("cases:compile_job", jobs, jobs=cores, timeout_s=200)
+    return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}
+
+
+@pytest.fixture(autouse=True)
+def compiled(failures: dict[Job, WorkerFailure]) -> None:
+    """Every test comes after the compilation."""
+
+
+def test_everything_compiles(failures: dict[Job, WorkerFailure]) -> None:
+    text = [f"{name} {case} {config}: {failure}" for (name, case, config), failure in failures.items()]
+    assert not text, "\n".join(text)
+
+
+def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", varlen: bool = False) -> Call:
+    """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
+    _, problem = SPECIALISED[name]
+    shape = (sum(lengths), problem.HV, problem.K)
+    raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    given = {}
+    if decay != "mixed":
+        raw = raw + (0.5 if decay == "steep" else -7.0)
+        given["g"] = -5.0 * raw.sigmoid() if problem.gate == "log" else raw
+    return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", **given)
+
+
+def assert_right(call: Call, BT: int | None, batch: int = 1, **changes: Any) -> None:
+    o, ht = chunk_kda(**operator_arguments(call, batch) | {"chunk_size": BT} | changes)
+    expected_o, expected_ht, _ = call.truth()
+    errors = {"o": relative_error(o.flatten(0, 1), expected_o)}
+    if call.problem.final_state:
+        errors["ht"] = relative_error(ht, expected_ht)
+    assert max(errors.values()) < TOLERANCE[call.problem.dtype], f"{errors} {call.problem.key} bounds={call.bounds}"
+
+
+@pytest.fixture(autouse=True)
+def defaults_only(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans are the defaults that were compiled: a pin of each test's own, where it names a specialisation."""
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    if name is None:
+        yield
+        return
+    BT, problem = SPECIALISED[name]
+    with kda_tl.pin(plan_of(problem, BT)):
+        yield
+
+
+# Right numbers
+
+
+@specialised
+@pytest.mark.parametrize("decay", DECAYS)
+def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
+    BT, _ = SPECIALISED[name]
+    for n, T in enumerate(LENGTHS):
+        assert_right(draw(name, (T,), seed + n, decay), BT)
+    assert_right(draw(name, (70, 70, 70), seed, decay), BT, batch=3)
+    assert_right(draw(name, PACKED, seed, decay, varlen=True), BT)
+
+
+@specialised
+def test_intermediate_states(name: str, seed: int) -> None:
+    BT, problem = SPECIALISED[name]
+    call = draw(name, PACKED, seed, varlen=True)
+    *_, h = chunk_kda(**operator_arguments(call), chunk_size=BT, return_intermediate_states=True)
+    assert relative_error(h[0], call.truth(BT)[2]) < TOLERANCE[problem.dtype]
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "fp32-safe-K60-V100-BT16"))
+@pytest.mark.parametrize("change", (scatter, misalign, widen))
+def test_any_strides_are_served(name: str, change: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+    call = draw(name, PACKED, seed, varlen=True)
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+    given = {key: x for key, x in operator_arguments(call).items() if key in names and x is not None}
+    assert_right(call, SPECIALISED[name][0], **{key: change(x) for key, x in given.items()})
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K128-V128-GVA", "bf16-log-K128-V128-BT16"))
+@pytest.mark.parametrize("limit", ("steep", "flat", "mixed"))
+def test_gates_at_their_limits(name: str, limit: str, seed: int) -> None:
+    """Saturated everywhere, nowhere, and in a tenth of the places among slow decays."""
+    BT, problem = SPECIALISED[name]
+    shape = (130, problem.HV, problem.K)
+    here = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < {"steep": 2.0, "flat": -1.0}.get(
+        limit, 0.1
+    )
+    log = problem.gate == "log"
+    g = torch.where(here, -1e4 if log else 1e4, (0.0 if limit == "flat" else -0.03) if log else -4.0).double()
+    assert_right(draw_call(problem, (65, 1, 64), seed, device="cuda", g=g), BT)
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K128-V128-GVA", "bf16-log-K128-V128-BT16"))
+def test_nan_in_the_gate_propagates(name: str, seed: int) -> None:
+    BT, _ = SPECIALISED[name]
+    call = draw(name, (130, 70), seed, varlen=True)
+    arguments = operator_arguments(call) | {"chunk_size": BT}
+    clean, _ = chunk_kda(**arguments)
+    arguments["g"] = arguments["g"].clone()
+    arguments["g"][0, 70, 0, 5] = torch.nan
+    o, _ = chunk_kda(**arguments)
+    assert o[0, 70:130, 0].isnan().all() and torch.equal(o[0, :64], clean[0, :64])
+    assert torch.equal(o[0, 130:], clean[0, 130:]) and torch.equal(o[:, :, 1:], clean[:, :, 1:])
+
+
+# Stages
+
+
+def check_stage(stage: Stage, name: str, config: Config, seed: int) -> None:
+    BT, problem = SPECIALISED[name]
+    call = draw(name, PACKED, seed, varlen=True)
+    plan = plan_of(problem, BT)
+    case = replace(case_of(problem, plan), problem=call.problem)
+    pipeline = next(p for p in PIPELINES.values() if stage.name in [s.name for s in p.stages])
+    _, records = run_references(pipeline, case, call.tensors(BT))
+    inputs = next(inputs for recorded, inputs in records if recorded.name == stage.name)
+    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, BT))
+    assert max(errors.values()) < stage.tolerance[problem.dtype], f"{errors} {config}"
+
+
+stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
+
+
+@stages
+@specialised
+def test_kernel_equals_reference(stage: Stage, name: str, seed: int) -> None:
+    BT, problem = SPECIALISED[name]
+    check_stage(stage, name, plan_of(problem, BT).config(stage.name), seed)
+
+
+@stages
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_configs_equal_reference(stage: Stage, name: str, seed: int) -> None:
+    for config in other_configs(stage.name, name):
+        check_stage(stage, name, config, seed)
+
+
+# The same numbers
+
+
+def outputs(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return [x for x in chunk_kda(**arguments) if x is not None]
+
+
+def assert_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
+
+
+@specialised
+def test_two_runs_give_the_same_bits(name: str, seed: int) -> None:
+    BT, _ = SPECIALISED[name]
+    arguments = operator_arguments(draw(name, (333, 1, 200, 64), seed, varlen=True))
+    arguments |= {"chunk_size": BT, "return_intermediate_states": True}
+    first = outputs(arguments)
+    for _ in range(5):
+        assert_same_bits(outputs(arguments), first)
+
+
+def test_plans_of_one_numerics_class_give_the_same_bits(seed: int) -> None:
+    call = draw("bf16-safe-K128-V128", (333, 1, 200, 64), seed, varlen=True)
+    arguments = operator_arguments(call)
+    with kda_tl.pin(plan_of(MAIN, BT)):
+        expected = outputs(arguments)
+    for plan in equal_plans():
+        with kda_tl.pin(plan):
+            for one, other in zip(outputs(arguments), expected, strict=True):
+                assert torch.equal(one, other), f"{plan.stages}"
+
+
+def test_offsets_pass_2_to_the_31() -> None:
+    """The last sequence of a pack so long that its elements are past 2^31 has the bits it has alone."""
+    tokens, last = 270_000, 130
+    if torch.cuda.mem_get_info()[0] < 100 << 30:
+        pytest.skip("needs 100 GiB of free device memory")
+    H, K = HUGE.H, HUGE.K
+    rng = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(1, tokens, *shape, generator=rng, device="cuda", dtype=torch.bfloat16)
+
+    packed = {"q": normal(H, K), "k": normal(H, K), "v": normal(H, K), "g": normal(H, K), "beta": normal(H)}
+    assert packed["q"].numel() > 2**31
+    flags: dict[str, Any] = {
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "lower_bound": -5.0,
+        "A_log": torch.zeros(H, device="cuda"),
+        "dt_bias": torch.zeros(H * K, device="cuda"),
+    }
+    with kda_tl.pin(plan_of(HUGE, BT)):
+        o, ht = chunk_kda(**packed, **flags, cu_seqlens=torch.tensor([0, tokens - last, tokens], device="cuda"))
+        alone = {name: x[:, -last:].clone() for name, x in packed.items()}
+        expected, expected_ht = chunk_kda(**alone, **flags)
+    assert torch.equal(o[:, -last:], expected) and torch.equal(ht[1:], expected_ht)
+    assert o[:, :: tokens // 100].isfinite().all()
+    del packed, o, ht
+    torch.cuda.empty_cache()
+
+
+# Streams and graphs
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare"))
+def test_graph_replays_on_new_values(name: str, seed: int) -> None:
+    BT, _ = SPECIALISED[name]
+    one, two = (operator_arguments(draw(name, PACKED, seed + n, varlen=True)) | {"chunk_size": BT} for n in range(2))
+    expected = [outputs(one), outputs(two)]
+    static = {key: x.clone() if isinstance(x, torch.Tensor) and key != "cu_seqlens" else x for key, x in one.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outputs(static)
+    for values, truth in ((two, expected[1]), (one, expected[0]), (two, expected[1])):
+        for key, x in static.items():
+            if isinstance(x, torch.Tensor) and key != "cu_seqlens":
+                x.copy_(values[key])
+        for x in captured:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(captured, truth)
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk"))
+def test_work_is_put_on_the_current_stream(name: str, seed: int) -> None:
+    """Inputs arrive late on another stream: kernels on any but that stream would read NaN."""
+    BT, _ = SPECIALISED[name]
+    arguments = operator_arguments(draw(name, (200,), seed)) | {"chunk_size": BT}
+    expected = outputs(arguments)
+    late = {key: torch.full_like(arguments[key], torch.nan) for key in ("q", "k", "v", "g", "beta")}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for key, x in late.items():
+            x.copy_(arguments[key])
+        result = outputs(arguments | late)
+    stream.synchronize()
+    assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare"))
+def test_warm_call_waits_for_nothing(name: str, seed: int) -> None:
+    BT, _ = SPECIALISED[name]
+    packed = operator_arguments(draw(name, PACKED, seed, varlen=True)) | {"chunk_size": BT}
+    dense = operator_arguments(draw(name, (70, 70), seed), batch=2) | {"chunk_size": BT}
+    strided = {**dense, "q": scatter(dense["q"]), "v": misalign(dense["v"])}
+    states = {**packed, "return_intermediate_states": True}
+    calls = (packed, dense, strided, states)
+    expected = [outputs(arguments) for arguments in calls]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [outputs(arguments) for arguments in calls]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for result, truth in zip(results, expected, strict=True):
+        assert_same_bits(result, truth)
+
+
+# Host time
+
+
+def test_host_time_of_a_warm_call() -> None:
+    call = draw_call(WIDE, (64,), 0, varlen=False, device="cuda")
+    arguments = operator_arguments(call)
+    with kda_tl.pin(plan_of(WIDE, BT)):
+        chunk_kda(**arguments)
+        samples = []
+        for _ in range(25):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(40):  # a longer queue would make the host wait for the GPU
+                chunk_kda(**arguments)
+            samples.append((time.perf_counter() - start) / 40)
+    torch.cuda.synchronize()
+    median_us = 1e6 * statistics.median(samples)
+    assert median_us < 80, f"{median_us:.1f} us a call"
+
+
+def test_host_time_of_a_cached_choice() -> None:
+    choose(WIDE, device())
+    samples = []
+    for _ in range(25):
+        start = time.perf_counter()
+        for _ in range(200):
+            choose(WIDE, device())
+        samples.append((time.perf_counter() - start) / 200)
+    median_us = 1e6 * statistics.median(samples)
+    assert median_us < 3, f"{median_us:.2f} us"
+
+
+# Shipped plans, bad input
+
+
+def test_shipped_plans_are_right(seed: int) -> None:
+    if not shipped():
+        pytest.skip(f"tuning_db holds nothing for {device().slug}")
+    for n, (text, problem, plan) in enumerate(shipped()):
+        with kda_tl.pin(plan):
+            for lengths in ((200,), PACKED):
+                call = draw_call(problem, lengths, seed + n, device="cuda")
+                o, ht = chunk_kda(**operator_arguments(call))
+                expected_o, expected_ht, _ = call.truth()
+                errors = relative_error(o[0], expected_o), relative_error(ht, expected_ht)
+                assert max(errors) < TOLERANCE[problem.dtype], f"{text}: {errors} {plan}"
+
+
+def test_mixed_devices_are_refused(seed: int) -> None:
+    arguments = operator_arguments(draw("bf16-safe-K128-V128", PACKED, seed, varlen=True))
+    for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"):
+        with pytest.raises(InputError, match=f"{name} is on cpu but q is on cuda:0"):
+            chunk_kda(**arguments | {name: arguments[name].cpu()})
+
+
+def test_explain_names_the_plan_that_runs(seed: int) -> None:
+    arguments = operator_arguments(draw("bf16-safe-K128-V128", (70,), seed))
+    plan = plan_of(MAIN, BT)
+    with kda_tl.pin(plan):
+        choice = explain(**arguments)
+    assert (choice.step, choice.plan) == ("pinned", plan)

@@ -1,0 +1,166 @@
+"""Measuring: wrong is an error, the timed region holds the launch alone, and intervals hold the truth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kda_tl import measure
+from kda_tl.errors import WrongResultError
+
+CPU = torch.device("cpu")
+
+
+def test_check_gives_the_largest_relative_error() -> None:
+    truth = {"o": torch.tensor([3.0, 4.0]), "ht": torch.tensor([10.0])}
+    outputs = {"o": torch.tensor([3.0, 4.1]), "ht": torch.tensor([10.1]), "extra": None}
+    assert measure.check(outputs, truth, 0.05) == pytest.approx(0.02, rel=1e-4)
+    assert measure.check(outputs, {}, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [(torch.tensor([3.0, 4.5]), "0.1"), (None, "inf"), (torch.ones(2) / 0, "inf")]
+)
+def test_check_names_the_wrong_output_and_its_error(bad: torch.Tensor | None, said: str) -> None:
+    truth = {"fine": torch.ones(3), "o": torch.tensor([3.0, 4.0])}
+    with pytest.raises(WrongResultError, match=rf"\bo\b.* {said} "):
+        measure.check({"fine": torch.ones(3), "o": bad}, truth, 0.05)
+
+
+def test_check_sees_what_was_left_unwritten() -> None:
+    poisoned = torch.full((3,), math.nan)
+    poisoned[:2] = 1.0
+    with pytest.raises(WrongResultError):
+        measure.check({"o": poisoned}, {"o": torch.ones(3)}, 1e9)
+
+
+def test_time_launch_times_the_launch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def flush() -> None:
+        calls.append("flush")
+        time.sleep(0.02)
+
+    def launch() -> None:
+        calls.append("launch")
+        time.sleep(0.005)
+
+    monkeypatch.setattr(measure, "_flusher", lambda device: flush)
+    samples = measure.time_launch(launch, CPU, reps=3, warmup=2)
+    assert calls == ["launch"] * 2 + ["flush", "launch"] * 3
+    assert len(samples) == 3 and all(5e3 <= sample < 20e3 for sample in samples)
+    calls.clear()
+    measure.time_launch(launch, CPU, reps=1, warmup=0, flush=False)
+    assert calls == ["launch"]
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock advances by what is enqueued."""
+
+    clock = 0.0
+    log: list[str] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.clock
+        FakeEvent.log.append("event")
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    FakeEvent.clock, FakeEvent.log = 0.0, []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: FakeEvent.log.append("wait"))
+    yield
+
+
+def enqueue(what: str, ms: float) -> None:
+    FakeEvent.clock += ms
+    FakeEvent.log.append(what)
+
+
+def test_gpu_time_is_taken_by_events_around_the_launch(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = itertools.count(1)
+    monkeypatch.setattr(measure, "_flusher", lambda device: lambda: enqueue("flush", 100.0))
+    samples = measure.time_launch(lambda: enqueue("launch", next(durations)), torch.device("cuda"), reps=3, warmup=1)
+    assert samples == [2e3, 3e3, 4e3]
+    assert FakeEvent.log == ["launch", *["flush", "event", "launch", "event"] * 3, "wait"]
+
+
+def test_interleaved_rounds_meet_every_launch_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(measure, "_flusher", lambda device: lambda: None)
+    launches = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    rounds = measure.time_interleaved(launches, CPU, rounds=3, reps=2)
+    assert "".join(order) == "aaabbbbbbaaaaaabbb"  # a warm-up and two repetitions each
+    assert {name: len(medians) for name, medians in rounds.items()} == {"a": 3, "b": 3}
+
+
+def test_host_time_of_a_call() -> None:
+    assert 1e3 <= measure.time_host(lambda: time.sleep(1e-3), CPU, reps=5) < 10e3
+
+
+def test_summary_is_median_and_its_absolute_deviation() -> None:
+    assert measure.summarise([1.0, 100.0, 2.0, 4.0, 3.0]) == (3.0, 1.0)
+
+
+def test_ratio_interval_holds_the_true_ratio_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    held = 0
+    for trial in range(100):
+        a, b = (scale * (1 + 0.02 * rng.standard_normal(9)) for scale in (1.2, 1.0))
+        ratio, low, high = measure.ratio_ci(a, b, seed=trial)
+        assert low <= ratio <= high
+        held += low <= 1.2 <= high
+    assert held >= 85
+
+
+def test_ratio_interval_ignores_what_disturbs_both_alike() -> None:
+    drift = np.linspace(1.0, 2.0, 9)
+    assert measure.ratio_ci(1.1 * drift, drift) == pytest.approx((1.1, 1.1, 1.1))
+    assert measure.ratio_ci([1, 2, 3], [3, 2, 2]) == measure.ratio_ci([1, 2, 3], [3, 2, 2])
+
+
+def test_gpu_state_is_unknown_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert measure.read_gpu_state() == {}
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_computes_and_is_timed() -> None:
+    x, y = (torch.zeros(1 << 20, device="cuda") for _ in range(2))
+    replay = measure.cuda_graph(lambda: torch.add(x, 1, out=y))
+    x.fill_(4)
+    replay()
+    assert bool((y == 5).all())
+    samples = measure.time_launch(replay, x.device, reps=20)
+    assert 1 < measure.summarise(samples)[0] < 200
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_what_its_launch_reads() -> None:
+    def make() -> tuple[measure.Launch, torch.Tensor]:
+        x, y = torch.full((1 << 20,), 3.0, device="cuda"), torch.empty(1 << 20, device="cuda")
+        return measure.cuda_graph(lambda: torch.add(x, 1, out=y)), y
+
+    replay, y = make()
+    scribble = [torch.full((1 << 20,), -1.0, device="cuda") for _ in range(8)]
+    replay()
+    assert bool((y == 4).all()) and len(scribble) == 8
+
+
+@pytest.mark.gpu
+def test_gpu_state_names_driver_and_clocks() -> None:
+    assert {"gpu", "driver", "sm_mhz", "memory_mhz"} <= measure.read_gpu_state().keys()

@@ -1,0 +1,283 @@
+"""The vocabulary of the templates, and the contract that every stage's space and default keep."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kda_tl import templates
+from kda_tl.device import Device
+from kda_tl.errors import InputError
+from kda_tl.gpus import known_device
+from kda_tl.problem import DTYPES, GATES, Problem
+from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan, Stage, TensorSpec, axis, static_sizes
+from kda_tl.templates.pipelines import PIPELINES
+
+SLUGS = ("cpu", "nvidia_a100_sxm4_80gb", "nvidia_l4", "nvidia_geforce_rtx_5090", "nvidia_h200", "nvidia_b200")
+DEVICES = {slug: known_device(slug) for slug in SLUGS}
+DIMS = (32, 60, 64, 100, 128, 256)
+stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
+devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+
+
+def make_case(device: Device = DEVICES["nvidia_h200"], BT: int = 64, BC: int = 16, **fields: Any) -> Case:
+    problem = Problem(**{"H": 2, "HV": 4, "K": 128, "V": 128, "tokens": 100, **fields})
+    return Case(problem=problem, device=device, BT=BT, BC=BC)
+
+
+def grid(device: Device) -> Iterator[Case]:
+    for BT, BC, K, V, dtype in itertools.product(BT_CHOICES, BC_CHOICES, DIMS, DIMS, DTYPES):
+        yield make_case(device, BT, BC, K=K, V=V, dtype=dtype)
+
+
+# Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(Config):
+    BK: int = axis(64, 32, 64)
+    merge: str = axis("io", "io", "tf32", "fp32")
+    fast: bool = axis(True, True, False)
+
+
+def test_space_is_the_product_of_the_axes() -> None:
+    space = list(Toy.space())
+    assert len(space) == len(set(space)) == Toy.size() == 12
+    assert space == [
+        Toy(BK=a, merge=b, fast=c) for a in (32, 64) for b in ("io", "tf32", "fp32") for c in (True, False)
+    ]
+    assert Toy() in space and Toy().BK == 64
+
+
+def test_default_must_be_a_choice() -> None:
+    with pytest.raises(ValueError, match="default 16 is not among the choices"):
+        axis(16, 32, 64)
+
+
+def test_neighbours_differ_in_one_field() -> None:
+    neighbours = list(Toy().neighbours())
+    assert len(neighbours) == len(set(neighbours)) == 1 + 2 + 1
+    for other in neighbours:
+        assert sum(getattr(other, f.name) != getattr(Toy(), f.name) for f in fields(Toy)) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    (
+        ({"BK": 64, "merge": "io"}, "has the fields"),
+        ({"BK": 64, "merge": "io", "fast": True, "BV": 64}, "has the fields"),
+        ({}, "has the fields"),
+        ({"BK": 48, "merge": "io", "fast": True}, r"Toy.BK must be one of \(32, 64\), got 48"),
+        ({"BK": "64", "merge": "io", "fast": True}, "Toy.BK must be one of"),
+        ({"BK": None, "merge": "io", "fast": True}, "Toy.BK must be one of"),
+        ({"BK": [64], "merge": "io", "fast": True}, "Toy.BK must be one of"),
+        ({"BK": 64, "merge": "IO", "fast": True}, "Toy.merge must be one of"),
+    ),
+)
+def test_stored_values_are_checked(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Toy.from_dict(values)
+
+
+# TensorSpec
+
+
+def test_spec_notation() -> None:
+    spec = TensorSpec.parse("NT HV 2 BT : f32 ? l2norm")
+    assert spec == TensorSpec(("NT", "HV", "2", "BT"), "f32", "l2norm")
+    assert spec.shape({"NT": 7, "HV": 4, "BT": 16}) == (7, 4, 2, 16)
+    assert TensorSpec.parse("N+1:i32") == TensorSpec(("N+1",), "i32", None)
+    assert TensorSpec.parse("N+1 : i32").shape({"N": 3}) == (4,)
+    with pytest.raises(KeyError):
+        spec.shape({"NT": 7})
+
+
+def test_spec_presence_and_elements() -> None:
+    problem = Problem(H=1, HV=1, K=8, V=8, tokens=1, dtype="fp16", g_dtype="fp32", beta_dtype="bf16")
+    optional = TensorSpec.parse("HV : f32 ? has_dt_bias")
+    assert not optional.present(problem) and optional.present(replace(problem, has_dt_bias=True))
+    assert TensorSpec.parse("HV : f32").present(problem)
+    elements = {role: TensorSpec.parse(f"T : {role}").element(problem) for role in ("io", "g", "beta", "f32", "i32")}
+    assert elements == {"io": "fp16", "g": "fp32", "beta": "bf16", "f32": "fp32", "i32": "i32"}
+
+
+@stages
+def test_specs_can_be_allocated(stage: Stage) -> None:
+    names = {f.name for f in fields(Problem)}
+    case = make_case()
+    sizes = {**static_sizes(case), "tokens": 100, "NT": 3, "N": 2}
+    assert list(stage.specs) == [*stage.inputs, *stage.outputs]
+    assert not set(stage.inputs) & set(stage.outputs), "a tensor is either read or written"
+    for name, spec in stage.specs.items():
+        assert spec.when is None or spec.when in names, f"{name}: Problem has no field {spec.when}"
+        assert all(n > 0 for n in spec.shape(sizes)) and spec.element(case.problem)
+
+
+@stages
+def test_reference_takes_what_the_kernel_takes(stage: Stage) -> None:
+    parameters = list(inspect.signature(stage.reference).parameters)
+    assert parameters == ["case", *stage.inputs, *stage.scalars]
+
+
+def test_registry_and_pipelines_know_the_same_stages() -> None:
+    listed = {stage.name for pipeline in PIPELINES.values() for stage in pipeline.stages}
+    assert listed == set(templates.names())
+    for name in templates.names():
+        assert templates.load(name).name == name
+    for name, pipeline in PIPELINES.items():
+        assert pipeline.name == name and len({stage.name for stage in pipeline.stages}) == len(pipeline.stages)
+    with pytest.raises(InputError, match="there is no stage 'fwd_gat': choose one of .*fwd_gate"):
+        templates.load("fwd_gat")
+
+
+# The contract of every stage
+
+
+@stages
+def test_space_and_records_agree(stage: Stage) -> None:
+    space = list(stage.config.space())
+    assert len(set(space)) == stage.config.size() == len(space)
+    for config in space:
+        assert stage.config.from_dict(config.as_dict()) == config
+        assert all(other in space and other != config for other in config.neighbours())
+    for name, choices in stage.config.axes().items():
+        assert len(set(choices)) == len(choices), f"{name} lists a choice twice"
+        assert not any(isinstance(choice, bool) != isinstance(choices[0], bool) for choice in choices)
+
+
+@stages
+@devices
+def test_default_is_never_rejected(stage: Stage, device: Device) -> None:
+    """Wherever anything of the space runs, the default does. Where nothing does, default_plan must avoid the case."""
+    space = set(stage.config.space())
+    rejected = []
+    for case in grid(device):
+        config = stage.default(case)
+        assert config in space, "a default that is not in the space cannot be stored"
+        reason = config.reject(case)
+        if reason and next(stage.candidates(case), None):
+            p = case.problem
+            rejected.append(f"BT={case.BT} BC={case.BC} K={p.K} V={p.V} {p.dtype}: {reason}")
+    assert not rejected, f"{len(rejected)} cases, as {rejected[0]}"
+
+
+@stages
+@devices
+def test_rejections_are_sentences(stage: Stage, device: Device) -> None:
+    """Every verdict is None or one sentence that names a value; parse_plan and compile_stage put the full stop."""
+    for BT, BC, K, V, dtype in itertools.product(BT_CHOICES, BC_CHOICES, (60, 128, 256), (100, 256), DTYPES):
+        case = make_case(device, BT, BC, K=K, V=V, dtype=dtype)
+        reasons = [config.reject(case) for config in stage.config.space()]
+        for reason in reasons:
+            assert reason is None or isinstance(reason, str) and len(reason.split()) >= 4, reason
+            assert reason is None or not reason.endswith(".") and "\n" not in reason, reason
+        assert reasons.count(None) == len(list(stage.candidates(case)))
+
+
+@stages
+def test_lengths_do_not_decide(stage: Stage) -> None:
+    """A kernel serves all lengths, so neither its default nor what is rejected may depend on them."""
+    for device in DEVICES.values():
+        case = make_case(device, tokens=100000, sequences=7, varlen=True)
+        bare = replace(case, problem=case.problem.without_lengths())
+        assert stage.default(case) == stage.default(bare)
+        for config in stage.config.space():
+            assert config.reject(case) == config.reject(bare)
+
+
+@stages
+def test_shared_memory_is_asked_of_the_device(stage: Stage) -> None:
+    """A device with next to none rejects every config of a stage that rejects any for its shared memory."""
+    device = replace(DEVICES["nvidia_h200"], smem_bytes=16)
+    for gate in GATES:
+        case = make_case(device, K=256, V=256, dtype="fp32", gate=gate, has_A_log=True)
+        reasons = [config.reject(case) or "" for config in stage.config.space()]
+        if any(re.search("shared", reason) for reason in reasons):
+            assert all(reasons), "some configs count no shared memory"
+
+
+@stages
+def test_cost_is_a_floor_that_grows_with_the_work(stage: Stage) -> None:
+    case = make_case(gate="safe")
+    one = stage.cost(case, {"tokens": 640, "NT": 10, "N": 1})
+    two = stage.cost(case, {"tokens": 1280, "NT": 20, "N": 1})
+    assert one.bytes > 0 and one.flops > 0
+    assert one.bytes < two.bytes <= 2 * one.bytes and two.flops == 2 * one.flops
+    half = stage.cost(make_case(gate="safe", dtype="fp32"), {"tokens": 640, "NT": 10, "N": 1})
+    assert one.bytes < half.bytes <= 2 * one.bytes
+
+
+@stages
+def test_cost_counts_every_tensor(stage: Stage) -> None:
+    """At least what the specs say must move (all but the bulky operands that a stage may read in part)."""
+    case = make_case(gate="log")
+    sizes = {"tokens": 64 * 9, "NT": 9, "N": 1}
+    width = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4}
+    all_sizes = {**static_sizes(case), **sizes}
+    moved = 0
+    for name, spec in stage.specs.items():
+        if spec.present(case.problem) and not (stage.name == "fwd_state" and name == "g_cumsum"):
+            count = 1
+            for n in spec.shape(all_sizes):
+                count *= n
+            moved += count * width[spec.element(case.problem)]
+    assert stage.cost(case, sizes).bytes == pytest.approx(moved, rel=0.05)
+
+
+@stages
+def test_every_tolerance_is_given(stage: Stage) -> None:
+    assert set(stage.tolerance) == set(DTYPES)
+    assert all(0 < t <= 8e-3 for t in stage.tolerance.values())
+
+
+# Case and Plan
+
+
+@pytest.mark.parametrize(("BT", "BC"), ((48, 16), (64, 32), (128, 16), (16, 64), (0, 16), (64, 0), (8, 8)))
+def test_chunk_geometry_is_checked(BT: int, BC: int) -> None:
+    with pytest.raises(InputError, match=f"BT={BT}, BC={BC}"):
+        make_case(BT=BT, BC=BC)
+
+
+def test_plan_is_stored_by_name() -> None:
+    plan = Plan(pipeline="staged", BT=64, BC=16, stages=(("one", Toy()), ("two", Toy(BK=32))))
+    assert plan.config("two") == Toy(BK=32)
+    assert plan.as_dict()["stages"] == {"one": Toy().as_dict(), "two": Toy(BK=32).as_dict()}
+    assert hash(plan) == hash(replace(plan)) and plan != replace(plan, BC=8)
+
+
+@stages
+def test_stage_files_keep_one_order(stage: Stage) -> None:
+    source = inspect.getsource(inspect.getmodule(stage.build))
+    order = [node.name for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    wanted = ["reference", stage.config.__name__, "build", "default", "cost"]
+    assert [name for name in order if name in wanted] == wanted, "see design.md, The abstractions"
+
+
+def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path(templates.__file__).parent, tmp_path / "copy")
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path / "copy")
+
+    def read() -> dict[str, str]:
+        return {name: templates.fingerprint.__wrapped__(name) for name in templates.names()}
+
+    def edit(file: str) -> None:
+        path = tmp_path / "copy" / file
+        path.write_text(path.read_text() + "\n# edited\n")
+
+    first = read()
+    assert len(set(first.values())) == len(first) and read() == first
+    edit("fwd_gate.py")
+    second = read()
+    assert {name for name in first if first[name] != second[name]} == {"fwd_gate"}
+    edit("_tile.py")
+    assert not set(read().values()) & set(second.values()), "every stage is written in this vocabulary"

@@ -1,0 +1,45 @@
+"""The compile-only check: kernels are compiled, nothing is measured, and binaries tell what they need."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from kda_tl.device import cpu_device
+from kda_tl.errors import InputError
+from kda_tl.static import Compiled, compile_static, read_resources
+from kda_tl.workloads import Workload
+
+WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
+
+
+def test_static_check_compiles_without_measuring() -> None:
+    done: list[Compiled] = []
+    compiled = compile_static(
+        WORKLOAD, cpu_device(), stages=["fwd_gate"], BT=16, budget=1, jobs=1, on_compiled=done.append
+    )
+    assert [(c.stage, c.status, c.measured) for c in compiled] == [("fwd_gate", "ok", False)]
+    assert tuple(done) == compiled and compiled[0].as_dict()["config"] == compiled[0].config.as_dict()
+    with pytest.raises(InputError, match="fwd_state"):
+        compile_static(WORKLOAD, cpu_device(), stages=["fwd_nothing"])
+
+
+def test_resources_are_read_from_an_embedded_cubin() -> None:
+    names = b"\0.nv.info\0.nv.info.kernel\0"
+    info = struct.pack("<BBHII", 4, 0x2F, 8, 1, 168) + struct.pack("<BBHII", 4, 0x11, 8, 1, 48)
+    sections = [(0, 0), (1, len(info)), (10, 12)]
+    offsets = [0, 64 + len(names), 64 + len(names)]
+    head = bytearray(64)
+    head[:4] = b"\x7fELF"
+    struct.pack_into("<H", head, 18, 190)
+    struct.pack_into("<Q", head, 40, 64 + len(names) + len(info))
+    struct.pack_into("<HHH", head, 58, 64, 4, 3)
+    table = b"".join(
+        struct.pack("<IIQQQQIIQQ", name, 0, 0, 0, offset, size, 0, 0, 0, 0)
+        for (name, size), offset in zip(sections, offsets, strict=True)
+    ) + struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64, len(names), 0, 0, 0, 0)
+    host = b"\x7fELF" + bytes(14) + struct.pack("<H", 62) + bytes(100)
+    cubin = bytes(head) + names + info + table
+    assert read_resources(host + cubin) == {"registers": 168, "local_bytes": 48}
+    assert read_resources(host) == {"registers": None, "local_bytes": None}

@@ -1,0 +1,259 @@
+"""Every stage: references that compose to the recurrence, kernels that equal their references, code for sm_90a."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import (
+    F64,
+    Call,
+    draw_call,
+    draw_lengths,
+    draw_problem,
+    reverse_chunks,
+    run_references,
+    sizes_of,
+    stage_errors,
+)
+
+from kda_tl import templates
+from kda_tl.device import cpu_device, find_compiler
+from kda_tl.dispatch import default_plan
+from kda_tl.errors import CompileError
+from kda_tl.gpus import known_device
+from kda_tl.isolate import WorkerFailure, map_pool
+from kda_tl.kernel import Program, compile_stage
+from kda_tl.problem import BETAS, GATES, Problem
+from kda_tl.reference import relative_error
+from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
+from kda_tl.templates.pipelines import PIPELINES, Pipeline
+
+CPU = cpu_device()
+EXACT = 1e-10
+# fp32 kernels on the references' own inputs: sums of up to 256 products of random sign err by sqrt(256) * 2^-24 = 1e-6;
+# exponents of up to 64 * 5 nats that fp32 holds to 2^-16 would add 1e-5, but where they are that long, results vanish
+FP32 = 2e-5
+RAGGED = (1, 15, 16, 63, 64, 65, 130)
+
+needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
+stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
+gates = pytest.mark.parametrize("gate", GATES)
+pipelines = pytest.mark.parametrize(
+    "pipeline", [p for p in PIPELINES.values() if p.direction == "fwd"], ids=lambda p: p.name
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Composed references against the recurrence, in float64
+
+
+def assert_composes(pipeline: Pipeline, call: Call, BT: int, tolerance: float = EXACT) -> None:
+    out, _ = run_references(pipeline, call.case(CPU, BT, 16), call.tensors(BT))
+    o, ht, h = call.truth(BT)
+    p = call.problem
+    where = f"{p.key} BT={BT} bounds={call.bounds}"
+    assert out["o"].dtype == F64 and relative_error(out["o"], o) < tolerance, where
+    if p.final_state:
+        assert relative_error(out["ht"], ht) < tolerance, where
+    else:
+        assert out["ht"] is None
+    states = out["h"][..., : p.K, : p.V]
+    assert relative_error(states.transpose(-1, -2) if p.state_v_first else states, h) < tolerance, where
+    assert not out["h"][..., p.K :, :].any() and not out["h"][..., p.V :].any(), "padding is zero"
+
+
+@pipelines
+@gates
+@pytest.mark.parametrize("T", RAGGED)
+def test_references_compose_ragged(pipeline: Pipeline, gate: str, T: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for n, BT in enumerate(BT_CHOICES):
+        problem = draw_problem(rng, gate=gate, beta=BETAS[n], l2norm=n % 2 == 0)
+        assert_composes(pipeline, draw_call(problem, (T,) * rng.choice((1, 2)), seed + n, varlen=False), BT)
+
+
+@pipelines
+@gates
+def test_references_compose_varlen(pipeline: Pipeline, gate: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for n, BT in enumerate((*BT_CHOICES, *BT_CHOICES)):
+        problem = draw_problem(rng, gate=gate, initial_state=n < 3, final_state=True, state_v_first=n % 2 == 0)
+        assert_composes(pipeline, draw_call(problem, draw_lengths(rng), seed + n), BT)
+
+
+@pipelines
+@gates
+@pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
+@pytest.mark.parametrize(("K", "V"), ((60, 100), (100, 60), (32, 256), (256, 32)))
+def test_references_compose_heads_and_dims(
+    pipeline: Pipeline, gate: str, H: int, HV: int, K: int, V: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    problem = draw_problem(rng, gate=gate, H=H, HV=HV, K=K, V=V)
+    assert_composes(pipeline, draw_call(problem, (70, 0, 1), seed), rng.choice(BT_CHOICES))
+
+
+@pipelines
+@pytest.mark.parametrize("has_dt_bias", (False, True))
+@pytest.mark.parametrize(("gate", "has_A_log"), (("softplus", True), ("safe", False), ("safe", True)))
+def test_references_compose_gate_parameters(
+    pipeline: Pipeline, gate: str, has_A_log: bool, has_dt_bias: bool, seed: int
+) -> None:
+    problem = draw_problem(random.Random(seed), gate=gate, has_A_log=has_A_log, has_dt_bias=has_dt_bias)
+    assert_composes(pipeline, draw_call(problem, (100,), seed), 64)
+
+
+# Every kernel of the CPU target against its own reference
+
+
+def draw_config(rng: random.Random, stage: Stage, case: Case, count: int) -> list[Config]:
+    """The default, and others among those that are not rejected."""
+    default = stage.default(case)
+    others = [config for config in stage.candidates(case) if config != default]
+    return [default, *rng.sample(others, min(count - 1, len(others)))]
+
+
+@needs_compiler
+@stages
+@gates
+def test_cpu_kernels_equal_references(stage: Stage, gate: str, seed: int) -> None:
+    rng = random.Random(seed)
+    problem = draw_problem(rng, gate=gate)
+    call = draw_call(problem, draw_lengths(rng), seed)
+    BT, BC = rng.choice(BT_CHOICES), rng.choice(BC_CHOICES)
+    case = call.case(CPU, BT, BC)
+    pipeline = next(p for p in PIPELINES.values() if stage.name in [s.name for s in p.stages])
+    _, records = run_references(pipeline, case, call.tensors(BT))
+    inputs = next(inputs for recorded, inputs in records if recorded.name == stage.name)
+    for config in draw_config(rng, stage, case, 2):
+        kernel = compile_stage(stage, case, config)
+        errors = stage_errors(kernel, reverse_chunks(stage, inputs), sizes_of(call, BT))
+        assert all(error < FP32 for error in errors.values()), f"{errors} {config} {case} bounds={call.bounds}"
+
+
+# Gates at their limits
+
+
+def draw_extreme(kind: str, seed: int) -> Call:
+    """A call of 130 tokens whose gate saturates: everywhere, or ("mixed") in a tenth of the places, slow elsewhere."""
+    gate, _, limit = kind.partition(" ")
+    shape = (130, 2, 32)
+    rng = torch.Generator().manual_seed(seed)
+    here = torch.rand(shape, generator=rng) < 0.1
+    slow = torch.full(shape, -4.0, dtype=F64) if gate != "log" else -0.05 * torch.rand(shape, generator=rng, dtype=F64)
+    steepest = -1e4 if gate == "log" else 1e4
+    wild = 1e4 * torch.randn(shape, generator=rng, dtype=F64)
+    g = {
+        "steep": torch.full(shape, steepest, dtype=F64),
+        "flat": torch.full(shape, 0.0 if gate == "log" else -1e4, dtype=F64),
+        "mixed": torch.where(here, steepest, slow),
+        "wild": -wild.abs() if gate == "log" else wild,
+    }[limit]
+    fixed = {"H": 1, "HV": 2, "K": 32, "V": 32, "l2norm": True, "initial_state": True, "final_state": True}
+    problem = draw_problem(
+        random.Random(0), gate=gate, has_A_log=gate != "log", has_dt_bias=False, beta="sigmoid", **fixed
+    )
+    given = {"g": g, "A_log": torch.tensor([0.0, 5.0])} if gate != "log" else {"g": g}
+    return draw_call(problem, (65, 1, 64), seed, **given)
+
+
+extremes = pytest.mark.parametrize(
+    "kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed", "wild")]
+)
+
+
+@pipelines
+@extremes
+def test_references_compose_at_the_limits(pipeline: Pipeline, kind: str, seed: int) -> None:
+    # up to 64 * 1.5e6 nats are summed: float64 holds such an exponent to 2^-53 of its size
+    assert_composes(pipeline, draw_extreme(kind, seed), 64, tolerance=1e-7)
+
+
+@needs_compiler
+@extremes
+def test_cpu_kernels_equal_recurrence_at_the_limits(kind: str, seed: int) -> None:
+    """A token that forgets everything must not blur the slow decays of the tokens after it.
+
+    Every decay below 2^-150 is 0 in fp32, so a chunk's exponents need not pass 64 * 150, which fp32 holds to 5e-4.
+    """
+    call = draw_extreme(kind, seed)
+    program = Program.build(default_plan(call.problem, CPU), call.problem, CPU)
+    tensors = {
+        name: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in call.tensors(program.plan.BT).items()
+    }
+    out = program.run(tensors, sizes_of(call, program.plan.BT), torch.device("cpu"))
+    o, ht, _ = call.truth()
+    assert all(out[name].isfinite().all() for name in ("o", "ht", "h"))
+    errors = relative_error(out["o"], o), relative_error(out["ht"], ht)
+    assert max(errors) < 5e-4, errors
+
+
+# Code for Hopper, without a GPU
+
+H200 = known_device("nvidia_h200")
+SETUPS = {
+    "K128-V128-bf16-safe": {"K": 128, "V": 128, "dtype": "bf16", "gate": "safe"},
+    "K60-V100-fp16-softplus": {"K": 60, "V": 100, "dtype": "fp16", "gate": "softplus", "state_v_first": True},
+    "K256-V256-fp32-log": {"K": 256, "V": 256, "dtype": "fp32", "gate": "log", "HV": 2},
+}
+
+
+def hopper_case(setup: str) -> Case:
+    fields = {
+        "H": 2,
+        "HV": 4,
+        "tokens": 0,
+        "l2norm": True,
+        "beta": "sigmoid",
+        "initial_state": True,
+        "final_state": True,
+    }
+    gated = SETUPS[setup]["gate"] != "log"
+    problem = Problem(**{**fields, **SETUPS[setup], "has_A_log": gated, "has_dt_bias": gated})
+    return Case(problem=problem, device=H200, BT=64, BC=16)
+
+
+@pytest.fixture(scope="module")
+def hopper_kernels() -> dict[tuple[str, str], str | WorkerFailure]:
+    """Source by stage and setup, or why there is none; on an idle 2-core machine 90 s, from a full cache 10."""
+    if find_compiler(H200) is None:
+        pytest.skip("no nvcc: install a CUDA toolkit, or the extra cuda-compiler")
+    names = sorted(templates.names(), key=lambda name: name != "fwd_intra")  # the longest first
+    jobs = [(name, setup) for name in names for setup in SETUPS]
+    payloads = [(name, hopper_case(setup), None) for name, setup in jobs]
+    results = map_pool("cases:compile_job", payloads, jobs=os.cpu_count() or 1, timeout_s=400)
+    return {jobs[i]: result for i, result in results}
+
+
+@stages
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.timeout(900)  # the first waits for all, and other work may share the cores
+def test_default_compiles_for_sm_90a(
+    stage: Stage, setup: str, hopper_kernels: dict[tuple[str, str], str | WorkerFailure]
+) -> None:
+    result = hopper_kernels[stage.name, setup]
+    assert isinstance(result, str), f"{result}\n{getattr(result, 'output', '')}"
+    assert f"{stage.name}_kernel(" in result
+
+
+@needs_compiler
+def test_rejected_config_is_not_compiled() -> None:
+    stage = templates.load("fwd_state")
+    case = hopper_case("K256-V256-fp32-log")
+    rejected = next(config for config in stage.config.space() if config.reject(case))
+    with pytest.raises(CompileError, match="fwd_state cannot run with .*: " + re.escape(rejected.reject(case) or "")):
+        compile_stage(stage, case, rejected)

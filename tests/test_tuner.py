@@ -1,0 +1,381 @@
+"""Tuning on the CPU target: real kernels, few candidates, every way to fail, and nothing measured twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fake_stages
+import psutil
+import pytest
+import torch
+
+import kda_tl
+from kda_tl import db, plan_search, stage_search, templates, tuner
+from kda_tl.bench import Bench, check_plan, operator_tensors
+from kda_tl.contest import Run, decide, load_known
+from kda_tl.crew import Crew, OutOfTime
+from kda_tl.device import cpu_device, cuda_device
+from kda_tl.dispatch import default_plan, pin
+from kda_tl.errors import InputError, KdaTlError, WrongResultError
+from kda_tl.journal import Journal, Trial
+from kda_tl.kernel import Program
+from kda_tl.progress import (
+    Geometry,
+    StageDone,
+    StageResult,
+    StageStarted,
+    TrialDone,
+    TuneReport,
+    WorkloadDone,
+    WorkloadStarted,
+)
+from kda_tl.records import Key
+from kda_tl.reference import recurrent_kda, relative_error
+from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.workloads import Workload
+
+WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
+CPU = cpu_device()
+HERE = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(2, overlap=False) as shared:
+        yield shared
+
+
+@pytest.fixture
+def run(crew: Crew, tmp_path: Path) -> Run:
+    return fake_stages.make_run(crew, tmp_path / "trials.jsonl")
+
+
+def bench(workload: Workload = WORKLOAD, BT: int = 16, BC: int = 16) -> Bench:
+    return Bench(pipeline=PIPELINES["staged"], workload=workload, device=CPU, BT=BT, BC=BC)
+
+
+def searched(journal: Path) -> list[Trial]:
+    """Trials of searches, without contests and plans."""
+    return [t for t in Journal(journal).trials() if not t.study.endswith(("/contest", "/plans"))]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The fake stage's search, killed and run again."""
+
+    journal: Path
+    before: list[Trial]
+    after: list[Trial]
+    result: StageResult
+
+
+@pytest.fixture(scope="module")
+def stopped(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """kill -9 after the first measurement, then the same search to its end."""
+    journal = tmp_path_factory.mktemp("stopped") / "trials.jsonl"
+    code = f"from fake_stages import tune_fake; tune_fake({str(journal)!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    victim = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        while victim.poll() is None and not (journal.exists() and journal.read_bytes().endswith(b"\n")):
+            time.sleep(0.05)
+    finally:
+        victim.kill()
+        victim.wait()
+    before = searched(journal)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(stage_search._TRIAL_TIMEOUT_S, "cpu", 5.0)
+        result = stage_search.tune_stage(fake_stages.make_run(crew, journal), fake_stages.BENCH, fake_stages.STAGE)
+    return Stopped(journal, before, searched(journal), result)
+
+
+def test_a_killed_search_goes_on_and_repeats_no_measurement(stopped: Stopped) -> None:
+    assert 1 <= len(stopped.before) < len(stopped.after)
+    assert stopped.after[: len(stopped.before)] == stopped.before
+    repeated = [key for key, n in Counter((t.study, repr(t.config)) for t in stopped.after).items() if n > 1]
+    assert not repeated
+    assert stopped.result.search.resumed == len(stopped.before)
+
+
+def test_every_failure_is_recorded_as_what_it_is_and_the_search_goes_on(stopped: Stopped) -> None:
+    statuses = {(t.config["kind"], t.config["repeat"]): t.status for t in stopped.after}
+    assert statuses == {
+        ("right", 8): "ok",
+        ("right", 1): "ok",
+        ("wrong", 8): "wrong",
+        ("unwritten", 8): "wrong",
+        ("broken", 8): "compile",
+        ("dies", 8): "crash",
+        ("segfaults", 8): "crash",
+        ("hangs", 8): "timeout",
+    }
+    reasons = {t.config["kind"]: t.reason for t in stopped.after}
+    assert "this config cannot be built" in reasons["broken"]
+    assert "code 3" in reasons["dies"] and "SIGSEGV" in reasons["segfaults"]
+    assert "y is off by 0.5" in reasons["wrong"] and "5 s" in reasons["hangs"]
+    assert stopped.result.search.counts == {"ok": 2, "wrong": 2, "compile": 1, "crash": 2, "timeout": 1}
+    assert stopped.result.rejected == {"refused configs are refused": 2, "one of each failure is enough": 6}
+
+
+def test_the_faster_config_wins_and_tells_by_how_much(stopped: Stopped) -> None:
+    result = stopped.result
+    assert result.winner == fake_stages.FakeConfig(repeat=1)
+    assert result.default == fake_stages.FakeConfig(repeat=8)
+    assert result.ratio is not None and result.ci95 is not None and result.median_us is not None
+    assert result.ratio > 1.5 and result.ci95[0] <= result.ratio <= result.ci95[1]
+
+
+def test_a_finished_stage_is_answered_from_the_journal(
+    stopped: Stopped, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Crew, "measure", lambda *_: pytest.fail("something was measured again"))
+    again = stage_search.tune_stage(fake_stages.make_run(crew, stopped.journal), fake_stages.BENCH, fake_stages.STAGE)
+    assert again.search.resumed == len(stopped.after) == len(searched(stopped.journal))
+    assert (again.winner, again.ci95) == (stopped.result.winner, stopped.result.ci95)
+
+
+def test_a_search_without_time_leaves_the_stage_untuned(run: Run) -> None:
+    result = stage_search.tune_stage(run, fake_stages.BENCH, fake_stages.STAGE, deadline=time.monotonic() - 1)
+    assert (result.winner, result.search.trials) == (None, ())
+    assert "time limit" in result.search.stopped_because
+    assert not run.journal.exists()
+
+
+def test_ctrl_c_leaves_the_finished_trials(crew: Crew, tmp_path: Path) -> None:
+    journal = tmp_path / "trials.jsonl"
+
+    def press(event: Any) -> None:
+        if isinstance(event, TrialDone):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage_search.tune_stage(fake_stages.make_run(crew, journal, press), fake_stages.BENCH, fake_stages.STAGE)
+    assert [t.status for t in searched(journal)] == ["ok"]
+
+
+def test_on_a_gpu_the_pool_works_while_something_is_measured(tmp_path: Path) -> None:
+    def note(name: str, seconds: float = 0.0) -> fake_stages.Note:
+        return fake_stages.Note(path=str(tmp_path / "notes"), name=name, seconds=seconds)
+
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(KeyboardInterrupt), Crew(1, overlap=True) as crew:
+        crew.enqueue([note("f")], urgent=False)
+        crew.enqueue(map(note, "abc"))
+        crew.hurry(map(note, "cb"))
+        assert crew.measure(note("m", 6.0)) == "M"
+        assert (tmp_path / "notes").read_text() == "fcbam"  # the first one had begun at once
+        assert crew.result(note("a")) == "A" and (tmp_path / "notes").read_text() == "fcbam"
+        assert {child.pid for child in psutil.Process().children()} > before
+        raise KeyboardInterrupt
+    assert {child.pid for child in psutil.Process().children()} == before
+
+
+def test_on_the_cpu_the_pool_rests_while_something_is_measured(crew: Crew, tmp_path: Path) -> None:
+    a, m = (fake_stages.Note(path=str(tmp_path / "notes"), name=name, seconds=0.2) for name in "am")
+    crew.enqueue([a])
+    crew.measure(m)
+    assert (tmp_path / "notes").read_text() == "m"
+    assert crew.result(a) == "A"
+    with pytest.raises(OutOfTime):
+        crew.result(replace(a, name="late", seconds=1.0), deadline=time.monotonic() + 0.1)
+
+
+def test_equal_kernels_are_one_study(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def study(stage: str, workload: Workload = WORKLOAD, BC: int = 16) -> str:
+        on, loaded = bench(workload, BT=16, BC=BC), templates.load(stage)
+        return stage_search.name_study(run, on, loaded, list(loaded.candidates(on.case)))
+
+    softplus, slow = replace(WORKLOAD, gate="softplus"), replace(WORKLOAD, decay="slow")
+    assert study("fwd_state", softplus) == study("fwd_state", slow) == study("fwd_state")
+    assert study("fwd_gate", slow) == study("fwd_gate", BC=8) == study("fwd_gate")
+    assert study("fwd_gate", softplus) != study("fwd_gate")
+    assert study("fwd_intra", BC=8) != study("fwd_intra")
+    assert study("fwd_state", replace(WORKLOAD, T=400)) != study("fwd_state")
+    assert study("fwd_state", replace(WORKLOAD, T=41)) == study("fwd_state")  # the same bucket
+    assert study("fwd_state", replace(WORKLOAD, H=2, HV=2)) != study("fwd_state")
+    before = study("fwd_state")
+    monkeypatch.setattr(stage_search, "fingerprint", lambda stage: "an edited template")
+    assert study("fwd_state") != before
+
+
+def test_one_stage_alone_stores_no_plan(crew: Crew, tmp_path: Path) -> None:
+    run = fake_stages.make_run(crew, tmp_path / "trials.jsonl", budget=1)
+    report = tuner.tune_workload(run, WORKLOAD, tmp_path / "db", stage="fwd_gate")
+    assert (report.entry, report.failure) == (None, "")
+    assert [(s.stage, s.geometry.BT) for s in report.stages] == [("fwd_gate", 64)]
+    assert [t.status for t in searched(run.journal)] == ["ok"] and not (tmp_path / "db").exists()
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Any]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tuned")
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path, events: list[Any]) -> TuneReport:
+    """A whole run on the two geometries of BT=16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_search, "BT_CHOICES", (16,))
+        return tuner.tune([WORKLOAD], CPU, db_dir=folder, jobs=2, on_event=events.append)
+
+
+def test_the_winner_is_stored_with_its_evidence(tuned: TuneReport, folder: Path) -> None:
+    (report,) = tuned.workloads
+    entry = report.entry
+    assert entry is not None and not report.failure
+    assert db.validate(folder) == []
+    assert entry.key == Key.of(WORKLOAD.problem()) and entry.plan["BT"] == 16
+    assert report.improved and entry.vs_default.ratio > 1.1 and entry.vs_default.ci95[0] > 1
+    assert entry.check.max_rel_err < 1e-5 < entry.check.tolerance
+    assert entry.templates == {name: templates.fingerprint(name) for name in entry.plan["stages"]}
+    assert entry.provenance["valid"] == sum(report.counts.values()) and entry.provenance["failed"] == {}
+    assert entry.provenance["workload"] == "tiny"
+    assert report.plans[0].plan == report.default
+
+
+def test_the_operator_runs_the_stored_plan(tuned: TuneReport, folder: Path) -> None:
+    x = WORKLOAD.inputs("cpu", seed=9)
+    with kda_tl.use(folder):
+        choice = kda_tl.explain(**x)
+        o, ht = kda_tl.chunk_kda(**x)[:2]
+    (report,) = tuned.workloads
+    assert report.entry is not None and choice.plan is not None
+    assert (choice.step, choice.plan.as_dict()) == ("exact bucket", report.entry.plan)
+    kwargs = {name: x[name] for name in ("A_log", "dt_bias", "lower_bound")}
+    truth, state = recurrent_kda(
+        *(x[n] for n in ("q", "k", "v", "g", "beta")), gate="safe", beta_mode="sigmoid", use_l2norm=True, **kwargs
+    )
+    assert relative_error(o, truth) < 1e-5 and ht is not None and relative_error(ht, state) < 1e-5
+
+
+def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> None:
+    assert isinstance(events[0], WorkloadStarted) and isinstance(events[-1], WorkloadDone)
+    started = [(e.stage, e.geometry) for e in events if isinstance(e, StageStarted)]
+    assert started == [(e.result.stage, e.result.geometry) for e in events if isinstance(e, StageDone)]
+    assert {name for name, _ in started} == set(templates.names())
+    trials = [e for e in events if isinstance(e, TrialDone)]
+    assert sum(s.search.counts.get("ok", 0) for s in tuned.workloads[0].stages) <= len(trials)
+    for event in trials:
+        assert 1 <= event.number <= event.of
+        assert event.default_us is not None and event.best_us is not None and event.best_us <= event.default_us
+
+
+def test_the_same_command_measures_nothing_again(
+    tuned: TuneReport, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
+    monkeypatch.setattr(Crew, "measure", lambda *_: pytest.fail("something was measured again"))
+    lines = tuned.journal.read_bytes()
+    (again,) = tuner.tune([WORKLOAD], CPU, db_dir=folder, jobs=1).workloads
+    assert tuned.journal.read_bytes() == lines
+    assert again.resumed == sum(again.counts.values()) > 0
+    first = tuned.workloads[0].entry
+    assert first and again.entry and again.entry.plan == first.plan and again.entry.time_us == first.time_us
+
+
+def test_plans_are_run_on_what_the_operator_would_pass(tuned: TuneReport) -> None:
+    plan = plan_search.plan_of(
+        Geometry(pipeline="staged", BT=16, BC=16),
+        {s.name: s.default(bench().case) for s in PIPELINES["staged"].stages},
+    )
+    tensors, sizes = operator_tensors(WORKLOAD, 16, HERE, seed=3)
+    o = Program.build(plan, WORKLOAD.problem(), CPU).run(tensors, sizes, HERE)["o"]
+    with pin(plan):
+        expected = kda_tl.chunk_kda(**WORKLOAD.inputs("cpu", seed=3))[0]
+    assert torch.equal(o.view(expected.shape), expected)
+    assert check_plan(plan, WORKLOAD, CPU) < 1e-5
+
+
+def test_a_plan_that_computes_wrong_numbers_is_refused(tuned: TuneReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Program.run
+
+    def wrong(*args: Any) -> dict[str, Any]:
+        return {name: x if x is None else 1.01 * x for name, x in right(*args).items()}
+
+    monkeypatch.setattr(Program, "run", wrong)
+    with pytest.raises(WrongResultError, match="is off by 0.01 "):
+        check_plan(default_plan(WORKLOAD.problem(), CPU, BT=16), WORKLOAD, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"stage": "fwd_nothing"}, "fwd_state"), ({"workloads": []}, "at least one"), ({"budget": 0}, "at least 1")],
+)
+def test_impossible_requests_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    request = {"workloads": [WORKLOAD], "device": CPU, "db_dir": tmp_path} | change
+    with pytest.raises(InputError, match=message):
+        tuner.tune(**request)
+
+
+def test_a_workload_that_fails_says_why(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KdaTlError("out of luck")
+
+    monkeypatch.setattr(tuner, "tune_plan", fail)
+    assert tuner.tune_workload(run, WORKLOAD, tmp_path).failure == "out of luck"
+
+
+def screened(*medians: float | None) -> list[plan_search.Screened]:
+    geometries = [Geometry(pipeline="staged", BT=BT, BC=16) for BT in (64, 32, 16)]
+    return [plan_search.Screened(geometry=g, median_us=m) for g, m in zip(geometries, medians, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("medians", "chosen"),
+    [((10.0, 11.0, 10.5), [64, 16]), ((30.0, 20.0, 10.0), [16]), ((None, 20.0, None), [32]), ((None, None), [64])],
+)
+def test_the_best_geometry_is_tuned_and_a_close_second(medians: tuple[float | None, ...], chosen: list[int]) -> None:
+    default = default_plan(WORKLOAD.problem(), CPU)
+    assert [g.BT for g in tuner.choose_geometries(screened(*medians), default)] == chosen
+
+
+def test_candidates_are_ranked_from_the_default_outwards() -> None:
+    case = bench(replace(WORKLOAD, K=64), BT=64).case
+    stage = templates.load("fwd_gate")
+    ranked = stage_search.rank_by_distance(stage.candidates(case), stage.default(case))
+    distances = [stage_search.measure_distance(config, ranked[0]) for config in ranked]
+    assert ranked[0] == stage.default(case) and distances == sorted(distances) and distances[1] == 1
+
+
+def test_the_default_wins_what_is_within_the_noise() -> None:
+    default = [10.0, 10.1, 9.9, 10.0, 10.2]
+    faster = decide({"default": default, "a": [5.0, 5.1, 4.9, 5.0, 5.0], "b": [5.0] * 5}, 3, "default", ("b", "a"))
+    assert (faster.winner, faster.median_us, faster.default_us, faster.reps) == ("b", 5.0, 10.0, 15)
+    assert faster.ratio == pytest.approx(2.0) and faster.ci95 is not None and faster.ci95[0] > 1.9
+    near = decide({"default": default, "a": [9.9] * 5}, 3, "default")
+    noisy = decide({"default": default, "a": [9.0, 9.0, 9.0, 30.0, 30.0]}, 3, "default")
+    for verdict in (near, noisy):
+        assert (verdict.winner, verdict.ratio, verdict.ci95) == ("default", 1.0, (1.0, 1.0))
+    alone = decide({"a": [3.0, 4.0]}, 3, None)
+    assert (alone.winner, alone.ratio, alone.ci95, alone.default_us) == ("a", None, None, None)
+
+
+def test_contests_and_plans_are_recalled_but_no_trials(tmp_path: Path) -> None:
+    journal = tmp_path / "trials.jsonl"
+    for study in ("a/contest", "a/plans", "a"):
+        Journal(journal).append(Trial(study=study, config={"b": 1, "a": 2}, status="ok", median_us=1.0))
+    assert set(load_known(journal)) == {("a/contest", '{"a": 2, "b": 1}'), ("a/plans", '{"a": 2, "b": 1}')}
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_tuned_on_graphs_of_the_whole_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_search, "BT_CHOICES", (64,))
+    workload = Workload(name="small", T=1000, H=4)
+    (report,) = tuner.tune([workload], cuda_device(), budget=2, db_dir=tmp_path).workloads
+    assert not report.failure and report.entry is not None and db.validate(tmp_path) == []
+    assert report.entry.provenance["timed"] == "graph" and report.entry.provenance["driver"]
+    assert report.entry.check.max_rel_err < 6e-3
+    assert set(report.counts) <= {"ok", "slow"}

@@ -1,0 +1,132 @@
+"""Workloads: the table holds what is promised, and inputs are what the operator takes them for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kda_tl.chunk import explain
+from kda_tl.errors import InputError
+from kda_tl.problem import Problem
+from kda_tl.reference import activate_gate
+from kda_tl.stage import BT_CHOICES
+from kda_tl.workloads import WORKLOADS, Workload, select
+
+LABELS = [w.name for w in WORKLOADS]
+
+
+def tagged(tag: str) -> tuple[Workload, ...]:
+    return tuple(w for w in WORKLOADS if tag in w.tags)
+
+
+def log_decay(workload: Workload) -> torch.Tensor:
+    x = workload.inputs("cpu", seed=1)
+    return activate_gate(
+        x["g"].float(),
+        gate=workload.gate,
+        A_log=x.get("A_log"),
+        dt_bias=x.get("dt_bias"),
+        lower_bound=x["lower_bound"],
+    )
+
+
+def test_names_are_unique_and_no_tag_is_a_name() -> None:
+    assert len(set(LABELS)) == len(LABELS)
+    assert not {tag for w in WORKLOADS for tag in w.tags} & set(LABELS)
+
+
+@pytest.mark.parametrize("gate", ["safe", "softplus"])
+def test_gpu_tuning_covers_heads_lengths_and_packed_sequences(gate: str) -> None:
+    mine = [w for w in tagged("tune") if w.gate == gate]
+    assert all((w.K, w.V, w.dtype) == (128, 128, "bf16") for w in mine)
+    dense = {(w.T, w.H) for w in mine if not w.lengths}
+    assert dense == {(T, H) for T in (1024, 8192) for H in (8, 32, 64, 96)} | {(32768, 8)}
+    assert [(w.H, w.lengths) for w in mine if w.lengths] == [(64, (1300, 547, 2048, 963, 271, 3063))]
+
+
+def test_bench_covers_steep_slow_and_softplus() -> None:
+    found = {(w.B, w.T, w.H, w.decay if w.gate == "safe" else w.gate) for w in tagged("bench")}
+    assert found == {(1, 8192, H, kind) for H in (32, 64, 96) for kind in ("steep", "slow", "softplus")}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
+def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Problem] = []
+    monkeypatch.setattr("kda_tl.chunk.choose", lambda problem, *_: seen.append(problem))
+    small = workload.trimmed(70)
+    explain(**small.inputs("cpu"))
+    assert seen == [small.problem()]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
+def test_trimmed_twin_needs_the_same_kernels_and_ends_inside_a_chunk(workload: Workload) -> None:
+    twin = workload.trimmed(160)
+    assert twin.problem().without_lengths() == workload.problem().without_lengths()
+    assert twin.problem().varlen == workload.problem().varlen
+    assert 40 < twin.tokens <= 160
+    for length in twin.lengths or (twin.T,):
+        assert all(length % BT for BT in BT_CHOICES)
+
+
+def test_small_workloads_stay_whole() -> None:
+    workload = Workload(name="small", B=2, T=32, H=1)
+    assert workload.trimmed(64) is workload
+
+
+def test_several_sequences_stay_several() -> None:
+    assert Workload(name="batch", B=8, T=100, H=1).trimmed(120).B == 4
+    packed = Workload(name="packed", lengths=(1, 500, 2, 300, 7), H=1).trimmed(100)
+    assert len(packed.lengths) == 4 and min(packed.lengths) == 1 and packed.bounds[-1] == packed.T
+
+
+def test_inputs_depend_on_the_seed_only() -> None:
+    workload = Workload(name="seeded", T=20, H=2, HV=4, K=16, V=24)
+    first, again, other = (workload.inputs("cpu", seed=seed) for seed in (3, 3, 4))
+    tensors = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+    assert set(tensors) == {"q", "k", "v", "beta", "g", "A_log", "dt_bias"}
+    for name in tensors:
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+
+
+def test_decays_are_as_named() -> None:
+    steep = Workload(name="steep", T=300, H=4, K=64)
+    assert log_decay(steep).mean().item() == pytest.approx(-3.5, abs=0.4)
+    slow = log_decay(replace(steep, decay="slow"))
+    assert -0.05 < slow.mean().item() < -1e-4
+    mamba = log_decay(replace(steep, gate="softplus", decay="slow"))
+    assert -1.0 < mamba.mean().item() < -0.01
+    assert mamba.median().item() > -0.5
+
+
+def test_log_gate_gets_what_the_safe_gate_makes() -> None:
+    safe = Workload(name="safe", T=50, H=2, K=16, dtype="fp32")
+    x = replace(safe, gate="log").inputs("cpu", seed=1)
+    assert "A_log" not in x and not x["use_gate_in_kernel"]
+    torch.testing.assert_close(x["g"], log_decay(safe))
+
+
+def test_select_takes_names_and_tags_in_the_order_of_the_table() -> None:
+    chosen = select(["safe-T8192-H32", "cpu", "safe-T1024-H8"])
+    assert [w.name for w in chosen] == ["safe-T1024-H8", "safe-T8192-H32", *(w.name for w in tagged("cpu"))]
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"nowhere.*bench, cpu, tune.*safe-T1024-H8"):
+        select(["cpu", "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decay": "fast"}, "steep, slow"),
+        ({"T": 0}, "token"),
+        ({"lengths": (3, 4), "B": 2}, "B=1"),
+        ({"K": 300}, "256"),
+    ],
+)
+def test_impossible_workloads_are_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Workload(**({"name": "bad", "T": 8, "H": 1} | change))
