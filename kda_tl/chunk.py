@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from typing import Any, NamedTuple
 
 import torch
 
-from kda_tl.device import Device, cpu_device, cuda_device
-from kda_tl.dispatch import DEFAULT_BT, Choice, choose, context, prepare
+from kda_tl.arguments import TENSORS, check_flags, check_gradients, check_tensors, parse_problem
+from kda_tl.dispatch import Choice, choose, context, prepare
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
-from kda_tl.kernel import NAME_OF_DTYPE, Program
+from kda_tl.kernel import Program
 from kda_tl.layout import dense_bounds, make_layout, packed_bounds
-from kda_tl.problem import LOWER_BOUND_RANGE, Problem
+from kda_tl.problem import Problem
 from kda_tl.reference import recurrent_kda
-from kda_tl.stage import BT_CHOICES
 
 Tensor = torch.Tensor
 
@@ -107,9 +105,9 @@ def explain(*args: Any, **kwargs: Any) -> Choice:
 
     bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
     bound.apply_defaults()
-    _check_tensors(bound.arguments)
+    check_tensors(bound.arguments)
     bounds = _token_bounds(bound.arguments)
-    problem, device, chunk_size = _parse(bound.arguments, bounds)
+    problem, device, chunk_size = parse_problem(bound.arguments, bounds)
     return choose(problem, device, chunk_size)
 
 
@@ -124,7 +122,6 @@ class _Ready(NamedTuple):
     lower_bound: float
 
 
-_TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 _FLAGS = (
     "scale",
     "output_final_state",
@@ -145,16 +142,16 @@ _READY_LIMIT = 4096
 def _prepare(a: dict[str, Any]) -> _Ready:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
-        tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in _TENSORS]
+        tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in TENSORS]
         flags = [a[name] for name in _FLAGS]
         key = (*tensors, *flags, a["cu_seqlens"] is None, _token_bounds(a), context())
         found = _ready.get(key)
     except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it
-        _check_tensors(a)
-        _check_flags(a)
+        check_tensors(a)
+        check_flags(a)
         raise
     if found is None:
-        problem, device, chunk_size = _parse(a, key[-2])
+        problem, device, chunk_size = parse_problem(a, key[-2])
         choice, program = prepare(problem, device, chunk_size)
         found = _Ready(
             problem=problem,
@@ -168,7 +165,7 @@ def _prepare(a: dict[str, Any]) -> _Ready:
             _ready.clear()
         _ready[key] = found
     if torch.is_grad_enabled():
-        _check_gradients(a)
+        check_gradients(a)
     return found
 
 
@@ -178,7 +175,7 @@ def _token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
         if a["cu_seqlens_cpu"] is not None:
             raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
         return dense_bounds(a["q"].shape[0], a["q"].shape[1])
-    _check_tensors(a)
+    check_tensors(a)
     if a["q"].shape[0] != 1:
         raise InputError(f"cu_seqlens needs B=1, got B={a['q'].shape[0]}: flatten the batch into the tokens.")
     return packed_bounds(a["cu_seqlens"], a["cu_seqlens_cpu"], a["q"].shape[1])
@@ -256,117 +253,3 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _parameter(x: Tensor) -> Tensor:
     return _aligned(x if x.dtype == torch.float32 else x.float())
-
-
-def _parse(a: dict[str, Any], bounds: tuple[int, ...]) -> tuple[Problem, Device, int | None]:
-    """Validates the arguments of chunk_kda; see there. Returns the problem, its device and the chunk size asked for."""
-    _check_tensors(a)
-    _check_flags(a)
-    _check_shapes(a)
-    q, v, packed = a["q"], a["v"], a["cu_seqlens"] is not None
-    use_gate = a["use_gate_in_kernel"]
-    problem = Problem(
-        H=q.shape[2],
-        HV=v.shape[2],
-        K=q.shape[3],
-        V=v.shape[3],
-        tokens=q.shape[0] * q.shape[1],
-        sequences=len(bounds) - 1,
-        longest=max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)),
-        dtype=NAME_OF_DTYPE[q.dtype],
-        g_dtype=NAME_OF_DTYPE[a["g"].dtype],
-        beta_dtype=NAME_OF_DTYPE[a["beta"].dtype],
-        gate="log" if not use_gate else "softplus" if a["lower_bound"] is None else "safe",
-        has_A_log=use_gate and a["A_log"] is not None,
-        has_dt_bias=use_gate and a["dt_bias"] is not None,
-        beta=("sigmoid2" if a["allow_neg_eigval"] else "sigmoid") if a["use_beta_sigmoid_in_kernel"] else "plain",
-        l2norm=bool(a["use_qk_l2norm_in_kernel"]),
-        varlen=packed,
-        initial_state=a["initial_state"] is not None,
-        final_state=bool(a["output_final_state"]),
-        state_v_first=bool(a["state_v_first"]),
-    )
-    _check_state(a["initial_state"], problem)
-    device = cuda_device(q.device.index or 0) if q.is_cuda else cpu_device()
-    return problem, device, a["chunk_size"] or (DEFAULT_BT if a["return_intermediate_states"] else None)
-
-
-def _check_tensors(a: dict[str, Any]) -> None:
-    q = a["q"]
-    for name, rank in (("q", 4), ("k", 4), ("v", 4), ("g", 4), ("beta", 3)):
-        x = a[name]
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-        if x.dim() != rank:
-            shape = "[B, T, HV]" if name == "beta" else "[B, T, heads, channels]"
-            raise InputError(f"{name} must have {rank} dimensions, {shape}; got shape {list(x.shape)}.")
-        if x.dtype not in NAME_OF_DTYPE:
-            raise InputError(
-                f"{name} must be bfloat16, float16 or float32, got {x.dtype}"
-                " (kda_tl.reference.recurrent_kda computes in float64)."
-            )
-    for name in ("k", "v"):
-        if a[name].dtype != q.dtype:
-            raise InputError(f"{name} must have the dtype of q, {q.dtype}, got {a[name].dtype}: cast it.")
-    if q.device.type not in ("cpu", "cuda"):
-        raise InputError(f"tensors must be on a CUDA device or the CPU, got {q.device}.")
-    for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"):
-        if a[name] is not None and not isinstance(a[name], Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(a[name]).__name__}.")
-    for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"):
-        x = a[name]
-        if x is not None and x.device != q.device:
-            raise InputError(f"{name} is on {x.device} but q is on {q.device}: move them to one device.")
-
-
-def _check_gradients(a: dict[str, Any]) -> None:
-    needing = [name for name in _TENSORS if a[name] is not None and a[name].requires_grad]
-    if needing:
-        raise UnsupportedError(
-            f"{', '.join(needing)} require gradients, and chunk_kda has no backward yet:"
-            " call it under torch.no_grad() or torch.inference_mode()."
-        )
-
-
-def _check_flags(a: dict[str, Any]) -> None:
-    use_gate, lower_bound = a["use_gate_in_kernel"], a["lower_bound"]
-    low, high = LOWER_BOUND_RANGE
-    for name in ("scale", "lower_bound"):
-        if a[name] is not None and not isinstance(a[name], numbers.Real):
-            raise InputError(f"{name} must be a number or None, got {type(a[name]).__name__}.")
-    if use_gate and a["safe_gate"] and lower_bound is None:
-        raise InputError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, for example -5.0.")
-    if lower_bound is not None and not low <= lower_bound < high:
-        raise InputError(f"lower_bound must be in [{low:g}, {high:g}), got {lower_bound}: pass for example -5.0.")
-    if use_gate and lower_bound is None and a["A_log"] is None:
-        raise InputError("use_gate_in_kernel=True needs A_log of shape [HV], or a lower_bound.")
-    if a["allow_neg_eigval"] and not a["use_beta_sigmoid_in_kernel"]:
-        raise InputError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True: it doubles that sigmoid.")
-    chunk_size = a["chunk_size"]
-    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size in BT_CHOICES):
-        raise InputError(f"chunk_size must be one of {sorted(BT_CHOICES)} or None, got {chunk_size!r}.")
-
-
-def _check_shapes(a: dict[str, Any]) -> None:
-    B, T, H, K = a["q"].shape
-    HV, V = a["v"].shape[2:]
-    if B < 1:
-        raise InputError("the batch must hold at least one sequence, which may be empty, got B=0.")
-    for name, shape in (("k", (B, T, H, K)), ("v", (B, T, HV, V)), ("g", (B, T, HV, K)), ("beta", (B, T, HV))):
-        if tuple(a[name].shape) != shape:
-            raise InputError(f"{name} must have the shape {list(shape)}, got {list(a[name].shape)}.")
-    for name, numel, shape_text in (("A_log", HV, "[HV]"), ("dt_bias", HV * K, "[HV * K]")):
-        x = a[name]
-        if x is not None and (x.numel() != numel or not x.is_floating_point()):
-            raise InputError(f"{name} must be a float tensor {shape_text} of {numel} elements, got {list(x.shape)}.")
-
-
-def _check_state(state: Tensor | None, p: Problem) -> None:
-    if state is None:
-        return
-    shape = (p.sequences, p.HV, *((p.V, p.K) if p.state_v_first else (p.K, p.V)))
-    if tuple(state.shape) != shape or state.dtype != torch.float32:
-        layout = "[N, HV, V, K]" if p.state_v_first else "[N, HV, K, V]"
-        raise InputError(
-            f"initial_state must be float32 {layout} = {list(shape)}, got {state.dtype} {list(state.shape)}."
-        )

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
-from kda_tl.isolate import _PENDING, IsolatedWorker, WorkerError, WorkerFailure, _wait_any
+from kda_tl.isolate import PENDING, IsolatedWorker, WorkerError, WorkerFailure, wait_any
 
 TARGET = "kda_tl.trial:run_request"
 
@@ -116,7 +116,7 @@ class Crew:
             if deadline is not None and time.monotonic() > deadline:
                 raise OutOfTime
             self._feed()
-            _wait_any(list(self._busy))
+            wait_any(list(self._busy))
             self._collect()
         return self._results[key]
 
@@ -138,13 +138,13 @@ class Crew:
             WorkerFailure: it gave no result; see :mod:`kda_tl.isolate`. Unless the request raised, the process is gone.
         """
         while self._busy and not self.overlap:
-            _wait_any(list(self._busy))
+            wait_any(list(self._busy))
             self._collect()
         self._meter.timeout_s = request.timeout_s
         try:
-            self._meter._submit(request)
-            while (result := self._meter._poll()) is _PENDING:
-                _wait_any([self._meter, *self._busy])
+            self._meter.submit(request)
+            while (result := self._meter.poll()) is PENDING:
+                wait_any([self._meter, *self._busy])
                 self._collect()
                 if self.overlap:
                     self._feed()
@@ -166,14 +166,14 @@ class Crew:
             worker = self._idle.pop()
             worker.timeout_s = job.timeout_s
             self._busy[worker] = key
-            worker._submit(job)
+            worker.submit(job)
 
     def _collect(self) -> None:
         for worker in list(self._busy):
             try:
-                result = worker._poll()
+                result = worker.poll()
             except WorkerFailure as failure:
                 result = failure
-            if result is not _PENDING:
+            if result is not PENDING:
                 self._results[self._busy.pop(worker)] = result
                 self._idle.append(worker)

@@ -31,7 +31,7 @@ _START_TIMEOUT_S = 120.0  # importing torch and tilelang takes 5 s on an idle ma
 _POLL_S = 0.2
 _EXIT_GRACE_S = 1.0
 _OUTPUT_TAIL_BYTES = 4000
-_PENDING = object()
+PENDING = object()  # what :meth:`IsolatedWorker.poll` gives until the result is there
 
 
 class WorkerFailure(KdaTlError, RuntimeError):
@@ -183,9 +183,9 @@ class IsolatedWorker:
             WorkerError: the target raised, could not be imported, or its result cannot be pickled.
         """
         try:
-            self._submit(payload)
-            while (result := self._poll()) is _PENDING:
-                _wait_any([self])
+            self.submit(payload)
+            while (result := self.poll()) is PENDING:
+                wait_any([self])
             return result
         except WorkerFailure:
             raise
@@ -207,8 +207,8 @@ class IsolatedWorker:
         if process:
             process.kill()
 
-    def _submit(self, payload: Any) -> None:
-        """Begins a call; :meth:`_poll` ends it."""
+    def submit(self, payload: Any) -> None:
+        """Begins a call; :meth:`poll` ends it."""
         if self._process and self._process.ready and self._process.popen.poll() is None:
             os.ftruncate(self._process.output.fileno(), 0)
             self._process.send(payload, self.timeout_s)
@@ -216,8 +216,8 @@ class IsolatedWorker:
             self.kill()
             self._process = _Process.start(self.target, payload)
 
-    def _poll(self) -> Any:
-        """The result of the call if it is there, else _PENDING; raises the failures of :meth:`call`."""
+    def poll(self) -> Any:
+        """The result of the call if it is there, else PENDING; raises the failures of :meth:`call`."""
         process = self._process
         if process is None:
             raise RuntimeError("no call is under way")
@@ -237,7 +237,7 @@ class IsolatedWorker:
             self.kill()
             late = ("the call", self.timeout_s) if process.ready else ("starting the worker", _START_TIMEOUT_S)
             raise WorkerTimeout(*late, output)
-        return _PENDING
+        return PENDING
 
     def _receive(self, process: _Process) -> Any:
         kind, value = process.connection.recv()
@@ -245,7 +245,7 @@ class IsolatedWorker:
             process.ready = True
             process.send(process.payload, self.timeout_s)
             process.payload = None
-            return _PENDING
+            return PENDING
         process.busy = False
         if kind == "error":
             type_name, message, remote_traceback = value
@@ -272,26 +272,26 @@ def map_pool(
     def feed(worker: IsolatedWorker) -> None:
         if waiting:
             index, payload = waiting.popleft()
-            worker._submit(payload)
+            worker.submit(payload)
             busy[worker] = index
 
     with contextlib.ExitStack() as stack:
         for _ in range(min(max(jobs, 1), len(waiting))):
             feed(stack.enter_context(IsolatedWorker(target, timeout_s)))
         while busy:
-            _wait_any(list(busy))
+            wait_any(list(busy))
             for worker in list(busy):
                 try:
-                    result = worker._poll()
+                    result = worker.poll()
                 except WorkerFailure as failure:
                     result = failure
-                if result is not _PENDING:
+                if result is not PENDING:
                     index = busy.pop(worker)
                     feed(worker)  # before the caller takes its time with the result
                     yield index, result
 
 
-def _wait_any(workers: Sequence[IsolatedWorker]) -> None:
+def wait_any(workers: Sequence[IsolatedWorker]) -> None:
     """Sleeps until one of the workers may have news: a message, the end of its process, or a deadline."""
     # The cap is for a worker that died while a grandchild holds its socket open: no message comes, only a zombie.
     processes = [worker._process for worker in workers if worker._process]

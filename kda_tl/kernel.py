@@ -30,11 +30,12 @@ class Kernel:
         stage: what it computes.
         case: what it was built for.
         config: the config it was built with.
+        jit: TileLang's kernel: host code and binary.
     """
 
     def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
         self.stage, self.case, self.config = stage, case, config
-        self._jit = jit
+        self.jit = jit
         self._call = _fast_call(jit)
         self._cpu = case.device.kind == "cpu"
         problem, static = case.problem, static_sizes(case)
@@ -58,7 +59,7 @@ class Kernel:
     @property
     def source(self) -> str:
         """The generated CUDA or C."""
-        return str(self._jit.get_kernel_source())
+        return str(self.jit.get_kernel_source())
 
     def _bind(self, device: torch.device) -> tuple[list[Any], list[Any]]:
         """What a call on one device needs of the inputs and outputs, looked up once."""

@@ -74,7 +74,7 @@ class StaticJob:
     def run(self) -> dict[str, Any]:
         """Returns fields of :class:`Compiled`."""
         kernel = compile_stage(self.stage, self.case, self.config)
-        jit = kernel._jit  # TileLang's: host code and binary are asked for here only
+        jit = kernel.jit  # TileLang's: host code and binary are asked for here only
         if self.case.device.kind == "cpu":
             return {}
         bounds = re.search(r"__launch_bounds__\((\d+)", kernel.source)
