@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kda_tl.errors import UnsupportedError
 from kda_tl.workloads import Workload
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
@@ -24,7 +25,7 @@ def find_peers(workload: Workload, inputs: dict[str, Any]) -> tuple[dict[str, Ca
             calls[name] = make(module, workload, inputs)
         except ImportError as error:
             left_out[name] = f"not importable here ({error})"
-        except NotImplementedError as error:
+        except UnsupportedError as error:
             left_out[name] = str(error)
         except Exception as error:  # a broken installation raises whatever it likes while it is imported
             left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -34,7 +35,7 @@ def find_peers(workload: Workload, inputs: dict[str, Any]) -> tuple[dict[str, Ca
 def _call_fla(module: Any, workload: Workload, inputs: dict[str, Any]) -> Call:
     """FLA v0.6.0 ``fla.ops.kda.chunk_kda``: the same names and shapes."""
     if inputs["q"].device.type != "cuda":
-        raise NotImplementedError("its Triton kernels need a GPU")
+        raise UnsupportedError("its Triton kernels need a GPU")
     kwargs = dict(inputs)
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         if name in kwargs:
@@ -50,9 +51,9 @@ def _call_fla(module: Any, workload: Workload, inputs: dict[str, Any]) -> Call:
 def _call_cudnn(module: Any, workload: Workload, inputs: dict[str, Any]) -> Call:
     """cuDNN frontend 1.32 ``cudnn.linear_attention.kimi_delta_attention``: tokens packed, states [V, K]."""
     if inputs["q"].device.type != "cuda":
-        raise NotImplementedError("its kernels need a GPU")
+        raise UnsupportedError("its kernels need a GPU")
     if workload.gate == "softplus":
-        raise NotImplementedError("it has no softplus gate")
+        raise UnsupportedError("it has no softplus gate")
     q, k, v, g, beta = (inputs[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
     bounds = torch.tensor(workload.bounds, dtype=torch.int32, device=q.device)
     gate: dict[str, Any] = {}
