@@ -64,7 +64,7 @@ class FwdOutputConfig(Config):
         if self.threads // 32 > (case.BT // 16) * (self.BV // 8):
             return f"threads={self.threads} is more warps than a {case.BT} x {self.BV} product has 16 x 8 tiles"
         if self.num_stages and self.threads > 128:
-            return "a pipelined block of two warpgroups races on the operands outside its pipeline (tilelang 0.1.15)"
+            return "two warpgroups may race on operands outside the pipeline (suspected, tilelang 0.1.15)"
         if self.num_stages > p.KP // self.BK:
             return f"num_stages={self.num_stages} exceeds the {p.KP // self.BK} steps over K"
         io = 4 if p.dtype == "fp32" else 2
