@@ -70,8 +70,8 @@ THREADS = 128
 class FwdStateConfig(Config):
     """BV: value channels a block owns; num_stages: chunks whose tiles are loaded ahead.
 
-    A block has one warpgroup. With two, one plan was off by 1.1e-2 and another with the same state config right (BV=128,
-    96 heads, H200, tilelang 0.1.15). A race on the unpipelined copy of the state is suspected, not shown.
+    A block has one warpgroup. With two, one plan was off by 1.1e-2 and another with the same state config right
+    (BV=128, 96 heads, H200, tilelang 0.1.15). A race on the unpipelined copy of the state is suspected, not shown.
     """
 
     BV: int = axis(32, 16, 32, 64, 128)
