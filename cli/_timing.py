@@ -17,8 +17,8 @@ from kda_tl.cli._peers import find_peers
 from kda_tl.device import Device
 from kda_tl.dispatch import prepare
 from kda_tl.errors import CompileError
-from kda_tl.kernel import Program
 from kda_tl.measure import cuda_graph, summarise, time_host, time_interleaved, time_launch
+from kda_tl.program import Program
 from kda_tl.reference import relative_error
 from kda_tl.stage import Case, Cost, Stage
 from kda_tl.workloads import Workload

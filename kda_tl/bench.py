@@ -15,9 +15,10 @@ import torch
 
 from kda_tl.device import Device
 from kda_tl.errors import CompileError
-from kda_tl.kernel import TORCH_DTYPE, Kernel, Program, compile_stage
+from kda_tl.kernel import TORCH_DTYPE, Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.measure import check
+from kda_tl.program import Program
 from kda_tl.reference import recurrent_kda
 from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec
 from kda_tl.templates.pipelines import Pipeline

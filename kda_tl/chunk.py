@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_tl.arguments import TENSORS, check_flags, check_gradients, check_tensors, parse_problem
+from kda_tl.device import Device
 from kda_tl.dispatch import Choice, choose, context, prepare
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
-from kda_tl.kernel import Program
 from kda_tl.layout import dense_bounds, make_layout, packed_bounds
 from kda_tl.problem import Problem
+from kda_tl.program import Compute
 from kda_tl.reference import recurrent_kda
 
 Tensor = torch.Tensor
@@ -85,12 +86,12 @@ def chunk_kda(
     """
     arguments = locals()
     ready = _prepare(arguments)
-    if ready.program is None or ready.problem.tokens == 0:
+    if ready.compute is None:
         return _run_reference(ready, arguments)
     if q.is_cuda and torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return _run(ready, ready.program, arguments)
-    return _run(ready, ready.program, arguments)
+            return _run(ready, ready.compute, arguments)
+    return _run(ready, ready.compute, arguments)
 
 
 def explain(*args: Any, **kwargs: Any) -> Choice:
@@ -116,10 +117,9 @@ class _Ready(NamedTuple):
 
     problem: Problem
     choice: Choice
-    program: Program | None
+    compute: Compute | None  # None: the reference path
     bounds: tuple[int, ...]
-    scale: float
-    lower_bound: float
+    constants: dict[str, Any]  # what pipelines take besides the caller's tensors
 
 
 _FLAGS = (
@@ -152,21 +152,31 @@ def _prepare(a: dict[str, Any]) -> _Ready:
         raise
     if found is None:
         problem, device, chunk_size = parse_problem(a, key[-2])
-        choice, program = prepare(problem, device, chunk_size)
-        found = _Ready(
-            problem=problem,
-            choice=choice,
-            program=program,
-            bounds=key[-2],
-            scale=problem.K**-0.5 if a["scale"] is None else float(a["scale"]),
-            lower_bound=-5.0 if a["lower_bound"] is None else float(a["lower_bound"]),
-        )
+        found = _make_ready(a, problem, device, chunk_size, key[-2])
         if len(_ready) >= _READY_LIMIT:
             _ready.clear()
         _ready[key] = found
     if torch.is_grad_enabled():
         check_gradients(a)
     return found
+
+
+def _make_ready(
+    a: dict[str, Any], problem: Problem, device: Device, chunk_size: int | None, bounds: tuple[int, ...]
+) -> _Ready:
+    """Chooses a plan and compiles it."""
+    choice, program = prepare(problem, device, chunk_size)
+    scale = problem.K**-0.5 if a["scale"] is None else float(a["scale"])
+    lower_bound = -5.0 if a["lower_bound"] is None else float(a["lower_bound"])
+    constants: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound}
+    compute: Compute | None = None
+    if program is not None and problem.tokens:
+        where = a["q"].device
+        layout = make_layout(bounds, program.plan.BT, where)
+        constants |= {"chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+        sizes = {"tokens": problem.tokens, "NT": layout.NT, "N": layout.N}
+        compute = program.bind(sizes, where, () if a["return_intermediate_states"] else ("h",))
+    return _Ready(problem=problem, choice=choice, compute=compute, bounds=bounds, constants=constants)
 
 
 def _token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
@@ -181,23 +191,16 @@ def _token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
     return packed_bounds(a["cu_seqlens"], a["cu_seqlens_cpu"], a["q"].shape[1])
 
 
-def _run(ready: _Ready, program: Program, a: dict[str, Any]) -> Any:
+def _run(ready: _Ready, compute: Compute, a: dict[str, Any]) -> Any:
     """Launches the kernels; nothing here waits for the device."""
     q, p = a["q"], ready.problem
-    layout = make_layout(ready.bounds, program.plan.BT, q.device)
-    tensors: dict[str, Any] = {
-        "q": _aligned(q).view(p.tokens, p.H, p.K),
-        "k": _aligned(a["k"]).view(p.tokens, p.H, p.K),
-        "v": _aligned(a["v"]).view(p.tokens, p.HV, p.V),
-        "g": _aligned(a["g"]).view(p.tokens, p.HV, p.K),
-        "beta": _aligned(a["beta"]).view(p.tokens, p.HV),
-    }
+    tensors: dict[str, Any] = {name: _aligned(a[name]) for name in ("q", "k", "v", "g", "beta")}
+    if not q.is_cuda:  # replays read addresses, for which the batch is flat already
+        tensors = {name: x.flatten(0, 1) for name, x in tensors.items()}
     tensors["A_log"] = _parameter(a["A_log"]).view(p.HV) if p.has_A_log else None
     tensors["dt_bias"] = _parameter(a["dt_bias"]).view(p.HV, p.K) if p.has_dt_bias else None
     tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
-    tensors["chunk_tokens"], tensors["seq_chunks"] = layout.chunk_tokens, layout.seq_chunks
-    tensors["scale"], tensors["lower_bound"] = ready.scale, ready.lower_bound
-    out = program.run(tensors, {"tokens": p.tokens, "NT": layout.NT, "N": layout.N}, q.device)
+    out = compute(tensors | ready.constants)
     o = out["o"].view(a["v"].shape)
     if o.dtype != q.dtype:  # the CPU target computes in fp32
         o = o.to(q.dtype)
@@ -210,7 +213,7 @@ def _run(ready: _Ready, program: Program, a: dict[str, Any]) -> Any:
 def _run_reference(ready: _Ready, a: dict[str, Any]) -> Any:
     """The recurrence in plain PyTorch: where no compiler was found, and for calls without tokens."""
     p = ready.problem
-    if ready.program is None:
+    if ready.choice.plan is None:
         _warn_reference(ready.choice.reason)
     if a["return_intermediate_states"] and p.tokens:
         raise UnsupportedError(
@@ -218,12 +221,12 @@ def _run_reference(ready: _Ready, a: dict[str, Any]) -> Any:
         )
     o, state = recurrent_kda(
         *(a[name] for name in ("q", "k", "v", "g", "beta")),
-        scale=ready.scale,
+        scale=ready.constants["scale"],
         initial_state=a["initial_state"],
         gate=p.gate,
         A_log=a["A_log"] if p.has_A_log else None,
         dt_bias=a["dt_bias"] if p.has_dt_bias else None,
-        lower_bound=ready.lower_bound,
+        lower_bound=ready.constants["lower_bound"],
         beta_mode=p.beta,
         use_l2norm=p.l2norm,
         state_v_first=p.state_v_first,

@@ -18,8 +18,8 @@ from typing import Any
 from kda_tl.db import Database, Key, iter_hits, sources, stale_stages
 from kda_tl.device import Device, find_compiler
 from kda_tl.errors import InputError, KdaTlWarning
-from kda_tl.kernel import Program
 from kda_tl.problem import Problem
+from kda_tl.program import Program
 from kda_tl.stage import BT_CHOICES, Case, Config, Plan
 
 DEFAULT_PIPELINE = {"fwd": "staged"}

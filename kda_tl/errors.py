@@ -19,6 +19,10 @@ class CompileError(KdaTlError, RuntimeError):
     """A kernel could not be compiled for the device, or no compiler was found."""
 
 
+class LaunchError(KdaTlError, RuntimeError):
+    """A compiled kernel could not be launched; the message holds the driver's or tilelang's reason."""
+
+
 class DatabaseError(KdaTlError, RuntimeError):
     """A tuning database cannot be read, written or understood."""
 

@@ -13,14 +13,54 @@ import torch
 
 from kda_tl.device import Device, find_compiler
 from kda_tl.errors import CompileError
-from kda_tl.problem import Problem
-from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec, static_sizes
+from kda_tl.stage import Case, Config, Stage, TensorSpec, dim_size, static_sizes
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
 NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items() if name != "i32"}
 
 # exp2 and division as single instructions (2 ulp): far below the rounding of the io dtype, see stage tolerances
 _CUDA_PASS_CONFIGS = {"tl.enable_fast_math": True}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor parameter of a kernel: everything known of it but the lengths.
+
+    Attributes:
+        name: as the stage calls it.
+        written: an output.
+        present: False if the problem does not have it, and a one-element stand-in is passed.
+        dtype: as the kernel reads it; on the CPU every float is fp32.
+        dims: sizes, or names of sizes known at the call: tokens, NT, N.
+    """
+
+    name: str
+    written: bool
+    present: bool
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, name: str, text: str, case: Case, *, written: bool) -> Slot:
+        """The slot of a tensor spec for a case."""
+        spec, problem, static = TensorSpec.parse(text), case.problem, static_sizes(case)
+        element = spec.element(problem)
+        dims = list(spec.dims)
+        if problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
+            dims[2:] = "V", "K"
+        return cls(
+            name=name,
+            written=written,
+            present=spec.present(problem),
+            dtype=TORCH_DTYPE[element if element == "i32" or case.device.kind != "cpu" else "fp32"],
+            dims=tuple(int(dim) if dim.isdigit() else static.get(dim, dim) for dim in dims),
+        )
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes of the tensor that is passed."""
+        if not self.present:
+            return (1,)
+        return tuple(dim if isinstance(dim, int) else dim_size(dim, sizes) for dim in self.dims)
 
 
 class Kernel:
@@ -31,61 +71,44 @@ class Kernel:
         case: what it was built for.
         config: the config it was built with.
         jit: TileLang's kernel: host code and binary.
+        slots: its tensor parameters: the stage's inputs, then its outputs.
+        function: its host function, called with tensors in the order of the slots, then the scalars.
     """
 
     def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
-        self.stage, self.case, self.config = stage, case, config
-        self.jit = jit
-        self._call = _fast_call(jit)
-        self._cpu = case.device.kind == "cpu"
-        problem, static = case.problem, static_sizes(case)
-
-        def dtype_of(spec: TensorSpec) -> torch.dtype:
-            element = spec.element(problem)
-            return torch.float32 if self._cpu and element != "i32" else TORCH_DTYPE[element]
-
-        specs = {name: TensorSpec.parse(text) for name, text in {**stage.inputs, **stage.outputs}.items()}
-        self._inputs = [(name, dtype_of(specs[name]), specs[name].present(problem)) for name in stage.inputs]
-        self._outputs = []
-        for name in stage.outputs:
-            spec = specs[name]
-            lead, *dims = spec.dims  # NT, N or tokens, known at the call; the rest is compiled in
-            tail = [int(d) if d.isdigit() else static[d] for d in dims]
-            if problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
-                tail[1:] = [tail[2], tail[1]]
-            self._outputs.append((lead, tail, dtype_of(spec), spec.present(problem)))
-        self._bound: dict[torch.device, tuple[list[Any], list[Any]]] = {}
+        self.stage, self.case, self.config, self.jit = stage, case, config, jit
+        self.slots = tuple(
+            Slot.of(name, text, case, written=tensors is stage.outputs)
+            for tensors in (stage.inputs, stage.outputs)
+            for name, text in tensors.items()
+        )
+        self.function = _host_function(jit)
 
     @property
     def source(self) -> str:
         """The generated CUDA or C."""
         return str(self.jit.get_kernel_source())
 
-    def _bind(self, device: torch.device) -> tuple[list[Any], list[Any]]:
-        """What a call on one device needs of the inputs and outputs, looked up once."""
-        inputs = [(name, None if present else placeholder(dtype, device)) for name, dtype, present in self._inputs]
-        outputs = [
-            # new_empty of a tensor at hand: torch.empty with dtype and device took twice as long (x86 CPU)
-            (placeholder(dtype, device).new_empty if present else None, lead, tail, placeholder(dtype, device))
-            for lead, tail, dtype, present in self._outputs
-        ]
-        bound = self._bound[device] = inputs, outputs
-        return bound
-
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
         """Uninitialised outputs; None for those the problem does not have."""
-        _, outputs = self._bound.get(device) or self._bind(device)
-        return [make and make((sizes[lead], *tail)) for make, lead, tail, _ in outputs]
+        return [
+            torch.empty(slot.shape(sizes), dtype=slot.dtype, device=device) if slot.present else None
+            for slot in self.slots
+            if slot.written
+        ]
 
-    def launch(self, tensors: Mapping[str, Any], outputs: list[torch.Tensor | None], device: torch.device) -> None:
+    def launch(self, tensors: Mapping[str, Any], outputs: Sequence[torch.Tensor | None], device: torch.device) -> None:
         """Writes the outputs. ``tensors`` are the stage's inputs and scalars by name; does not wait for the device."""
-        inputs, absent = self._bound.get(device) or self._bind(device)
-        args = [tensors[name] if stand_in is None else stand_in for name, stand_in in inputs]
-        if self._cpu:  # fp32 kernels: cast at the boundary
-            args = [x.to(dtype).contiguous() for x, (_, dtype, _) in zip(args, self._inputs, strict=True)]
-        args += [absent[i][3] if x is None else x for i, x in enumerate(outputs)]
-        args += [tensors[name] for name in self.stage.scalars]
-        self._call(*args)
+        written = iter(outputs)
+        args = []
+        for slot in self.slots:
+            x = next(written) if slot.written else tensors[slot.name]
+            if not slot.present or x is None:
+                x = placeholder(slot.dtype, device)
+            elif not slot.written and device.type == "cpu":  # fp32 kernels: cast at the boundary
+                x = x.to(slot.dtype).contiguous()
+            args.append(x)
+        self.function(*args, *(tensors[name] for name in self.stage.scalars))
 
     def __call__(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> Sequence[Any]:
         """Allocates the outputs, launches, and returns them in the stage's order."""
@@ -94,8 +117,11 @@ class Kernel:
         return outputs
 
 
-def _fast_call(jit: Any) -> Callable[..., Any]:
-    """The function behind tilelang 0.1.15's wrappers, which check arguments a second time in Python (4 us a launch)."""
+def _host_function(jit: Any) -> Callable[..., Any]:
+    """The function behind tilelang 0.1.15's wrappers, which check arguments a second time in Python (4 us a launch).
+
+    A ``tvm_ffi.Function``, but for the C target, whose backend has none.
+    """
     executable = getattr(jit.adapter, "_get_executable", None)
     if executable is None:  # the C target's backend has another adapter
         return jit
@@ -169,36 +195,3 @@ def require_compiler(device: Device) -> None:
     if find_compiler(device) is None:
         what = "nvcc (a CUDA toolkit of 12.3 or later)" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
         raise CompileError(f"no compiler found for {device.arch}: install {what} and put it on the PATH.")
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A plan made runnable: its pipeline and one kernel a stage."""
-
-    plan: Plan
-    problem: Problem
-    compute: Callable[..., dict[str, Any]]
-    kernels: Mapping[str, Kernel]
-
-    @classmethod
-    def build(cls, plan: Plan, problem: Problem, device: Device) -> Program:
-        """Compiles every stage of a plan.
-
-        Raises:
-            CompileError: a stage cannot be compiled.
-        """
-        from kda_tl.templates.pipelines import PIPELINES
-
-        case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
-        pipeline = PIPELINES[plan.pipeline]
-        kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in pipeline.stages}
-        return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels)
-
-    def run(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
-        """Runs the pipeline on the operator's tensors; nothing here waits for the device."""
-        kernels = self.kernels
-
-        def run(stage: Stage, **inputs: Any) -> Sequence[Any]:
-            return kernels[stage.name](inputs, sizes, device)
-
-        return self.compute(run, tensors)

@@ -131,8 +131,8 @@ class TensorSpec:
         return self.when is None or bool(getattr(problem, self.when))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Sizes of the dimensions; a dimension may be a number, a name, or ``name+1``."""
-        return tuple(_size(dim, sizes) for dim in self.dims)
+        """Sizes of the dimensions."""
+        return tuple(dim_size(dim, sizes) for dim in self.dims)
 
     def element(self, problem: Problem) -> str:
         """Element type: bf16, fp16, fp32 or i32."""
@@ -140,7 +140,8 @@ class TensorSpec:
         return by_role[self.dtype]
 
 
-def _size(dim: str, sizes: Mapping[str, int]) -> int:
+def dim_size(dim: str, sizes: Mapping[str, int]) -> int:
+    """Size of a dimension of a spec: a number, a name, or ``name+1``."""
     if dim.isdigit():
         return int(dim)
     name, _, extra = dim.partition("+")

@@ -26,8 +26,9 @@ from kda_tl.bench import (
 from kda_tl.device import Device
 from kda_tl.errors import WrongResultError
 from kda_tl.journal import Outcome
-from kda_tl.kernel import Program, compile_stage
+from kda_tl.kernel import compile_stage
 from kda_tl.measure import cuda_graph, time_interleaved, time_launch
+from kda_tl.program import Program
 from kda_tl.stage import Case, Config, Plan, Stage
 from kda_tl.workloads import Workload
 

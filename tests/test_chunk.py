@@ -23,8 +23,8 @@ from kda_tl.chunk import chunk_kda, explain
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
-from kda_tl.kernel import Program
 from kda_tl.problem import Problem
+from kda_tl.program import Program
 from kda_tl.reference import relative_error
 from kda_tl.stage import Plan
 
@@ -87,9 +87,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     ran: list[Plan] = []
     run = Program.run
 
-    def record(self: Program, *args: Any) -> Any:
+    def record(self: Program, *args: Any, **kwargs: Any) -> Any:
         ran.append(self.plan)
-        return run(self, *args)
+        return run(self, *args, **kwargs)
 
     monkeypatch.setattr(Program, "run", record)
     return ran

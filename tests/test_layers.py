@@ -11,7 +11,7 @@ LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers th
     "problem device errors reference tuning_db",
     "stage layout workloads db db_file records lookup gpus journal",
     "templates",
-    "kernel dispatch measure isolate worker",
+    "kernel ffi replay program dispatch measure isolate worker",
     "chunk arguments __init__ | tuner search propose stage_search plan_search contest bench trial crew progress static",
     "cli",
 )

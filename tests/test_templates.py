@@ -27,8 +27,9 @@ from kda_tl.dispatch import default_plan
 from kda_tl.errors import CompileError
 from kda_tl.gpus import known_device
 from kda_tl.isolate import WorkerFailure, map_pool
-from kda_tl.kernel import Program, compile_stage
+from kda_tl.kernel import compile_stage
 from kda_tl.problem import BETAS, GATES, Problem
+from kda_tl.program import Program
 from kda_tl.reference import relative_error
 from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
 from kda_tl.templates.pipelines import PIPELINES, Pipeline

@@ -26,7 +26,7 @@ from kda_tl.device import cpu_device, cuda_device
 from kda_tl.dispatch import default_plan, pin
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.journal import Journal, Trial
-from kda_tl.kernel import Program
+from kda_tl.program import Program
 from kda_tl.progress import (
     Geometry,
     StageDone,
@@ -302,8 +302,8 @@ def test_plans_are_run_on_what_the_operator_would_pass(tuned: TuneReport) -> Non
 def test_a_plan_that_computes_wrong_numbers_is_refused(tuned: TuneReport, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Program.run
 
-    def wrong(*args: Any) -> dict[str, Any]:
-        return {name: x if x is None else 1.01 * x for name, x in right(*args).items()}
+    def wrong(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: x if x is None else 1.01 * x for name, x in right(*args, **kwargs).items()}
 
     monkeypatch.setattr(Program, "run", wrong)
     with pytest.raises(WrongResultError, match="is off by 0.01 "):

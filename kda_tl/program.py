@@ -1,0 +1,83 @@
+"""A plan made runnable: its pipeline and one compiled kernel a stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kda_tl.device import Device
+from kda_tl.kernel import Kernel, compile_stage
+from kda_tl.problem import Problem
+from kda_tl.replay import Replay, record
+from kda_tl.stage import Case, Plan, Stage
+
+Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
+_REPLAYS_LIMIT = 256  # sizes a program remembers
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """On the CPU the pipeline runs stage by stage as it is written; on CUDA it is recorded once a size and replayed.
+
+    Attributes:
+        plan: what it was built from.
+        problem: what it was built for.
+        compute: the pipeline's function.
+        kernels: by stage name.
+    """
+
+    plan: Plan
+    problem: Problem
+    compute: Callable[..., dict[str, Any]]
+    kernels: Mapping[str, Kernel]
+    _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def build(cls, plan: Plan, problem: Problem, device: Device) -> Program:
+        """Compiles every stage of a plan.
+
+        Raises:
+            CompileError: a stage cannot be compiled.
+        """
+        from kda_tl.templates.pipelines import PIPELINES
+
+        case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+        pipeline = PIPELINES[plan.pipeline]
+        kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in pipeline.stages}
+        return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels)
+
+    def bind(self, sizes: Mapping[str, int], device: torch.device, unwanted: tuple[str, ...] = ()) -> Compute:
+        """The pass for all calls of one size; calling it does not wait for the device.
+
+        Args:
+            sizes: tokens, NT and N.
+            device: where it runs.
+            unwanted: results that the caller has no use for.
+
+        Returns:
+            A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
+            the batch) that returns the pipeline's results by name, None for absent ones and on CUDA for unwanted ones.
+        """
+        if device.type != "cuda":
+            return functools.partial(self.run, sizes=sizes, device=device)
+        key = (*sizes.items(), device, unwanted)
+        found = self._replays.get(key)
+        if found is None:
+            if len(self._replays) >= _REPLAYS_LIMIT:
+                self._replays.clear()
+            found = self._replays[key] = Replay(record(self.compute, self.kernels, sizes), device, unwanted)
+        return found
+
+    def run(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+        """One call: see :meth:`bind`."""
+        if device.type == "cuda":
+            return self.bind(sizes, device)(tensors)
+
+        def run(stage: Stage, **inputs: Any) -> Sequence[Any]:
+            return self.kernels[stage.name](inputs, sizes, device)
+
+        return self.compute(run, tensors)

@@ -1,0 +1,203 @@
+"""Recorded passes: the right kernels on the right memory, checked with host functions that run the references."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import bounds_of, draw_call, draw_lengths, draw_problem, run_references
+
+from kda_tl.device import cpu_device
+from kda_tl.errors import LaunchError
+from kda_tl.ffi import Arguments, Headers, prepare_call, take_error
+from kda_tl.kernel import Slot
+from kda_tl.layout import make_layout
+from kda_tl.replay import ALIGNMENT, Replay, place, record
+from kda_tl.stage import Case, Stage
+from kda_tl.templates.pipelines import PIPELINES
+
+CPU, WHERE = cpu_device(), torch.device("cpu")
+NUMPY = {torch.float32: np.float32, torch.int32: np.int32}
+Function = Callable[[list[int], list[float]], None]
+
+
+class HostFunction:
+    """A host function in Python, as tilelang makes them. Its body gets data pointers and numbers."""
+
+    def __init__(self, body: Function) -> None:
+        import tvm_ffi.libinfo
+
+        self.error = ""
+
+        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+        def call(_self: int, block: int, count: int, _result: int) -> int:
+            words = np.ctypeslib.as_array(ctypes.cast(block, ctypes.POINTER(ctypes.c_int64)), (count, 2))
+            kinds = words[:, 0] & 0xFFFFFFFF
+            data = [ctypes.c_int64.from_address(int(at)).value for at in words[kinds == 7, 1]]
+            try:
+                body(data, [float(x) for x in words[kinds == 3, 1].copy().view(np.float64)])
+            except Exception as error:
+                self._library.TVMFFIErrorSetRaisedFromCStr(b"ValueError", str(error).encode())
+                return -1
+            return 0
+
+        self._library, self._call, handle = ctypes.PyDLL(tvm_ffi.libinfo.find_libtvm_ffi()), call, ctypes.c_void_p()
+        self._library.TVMFFIFunctionCreate(None, call, None, ctypes.byref(handle))
+        self._handle = handle.value
+
+    def __chandle__(self) -> int | None:
+        return self._handle
+
+
+def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over memory that somebody else owns."""
+    pointer = ctypes.cast(address, ctypes.POINTER(np.ctypeslib.as_ctypes_type(NUMPY[dtype])))
+    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
+
+
+@dataclass(eq=False)
+class FakeKernel:
+    """A stage whose kernel is its reference. It spoils outputs first, and notes where they were."""
+
+    stage: Stage
+    case: Case
+    sizes: dict[str, int]
+
+    def __post_init__(self) -> None:
+        self.slots = tuple(
+            Slot.of(name, text, self.case, written=tensors is self.stage.outputs)
+            for tensors in (self.stage.inputs, self.stage.outputs)
+            for name, text in tensors.items()
+        )
+        self.function = HostFunction(self.compute)
+
+    def compute(self, addresses: list[int], numbers: list[float]) -> None:
+        tensors = {
+            slot.name: at(address, slot.shape(self.sizes), slot.dtype) if slot.present else None
+            for slot, address in zip(self.slots, addresses, strict=True)
+        }
+        given: dict[str, Any] = {name: tensors[name] for name in self.stage.inputs}
+        given = {name: x.clone() if x is not None else None for name, x in given.items()}
+        for name in self.stage.outputs:
+            if tensors[name] is not None:
+                tensors[name].fill_(torch.nan)
+        made = self.stage.reference(self.case, **given, **dict(zip(self.stage.scalars, numbers, strict=True)))
+        for name in self.stage.outputs:
+            if tensors[name] is not None:
+                tensors[name].copy_(made[name])
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
+def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
+    """Whatever the sizes and the tensors that are absent: intermediates never land on one that is still needed."""
+    rng = random.Random(seed)
+    for n in range(12):
+        problem, lengths = draw_problem(rng, direction=pipeline.direction), draw_lengths(rng)
+        BT = rng.choice((16, 32, 64))
+        calls = [draw_call(problem, lengths, seed + 2 * n + i) for i in range(2)]
+        layout = make_layout(bounds_of(lengths), BT, WHERE)
+        sizes = {"tokens": sum(lengths), "NT": layout.NT, "N": layout.N}
+        case = calls[0].case(CPU, BT, 16)
+        kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
+        unwanted = rng.choice(((), ("h",)))
+        play = Replay(record(pipeline.compute, kernels, sizes), WHERE, unwanted)
+        for scale, call in zip((0.5, 2.0), calls, strict=True):
+            x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
+            x = {**x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks, "scale": scale}
+            expected, _ = run_references(pipeline, case, x)
+            results = play(x)
+            assert set(results) == set(expected)
+            for name, truth in expected.items():
+                if truth is None or name in unwanted:
+                    assert results[name] is None
+                else:
+                    torch.testing.assert_close(results[name], truth, rtol=0, atol=0, msg=f"{name} {problem.key}")
+
+
+def test_places_never_overlap(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        count = rng.randrange(0, 12)
+        sizes = [rng.choice((0, 1, 255, 256, 257, rng.randrange(1, 10_000))) for _ in range(count)]
+        births = [rng.randrange(6) for _ in range(count)]
+        lives = [(born, born + rng.randrange(4)) for born in births]
+        offsets, total = place(sizes, lives)
+        for i in range(count):
+            assert offsets[i] % ALIGNMENT == 0 and offsets[i] + sizes[i] <= total
+            for j in range(i):
+                together = lives[i][0] <= lives[j][1] and lives[j][0] <= lives[i][1]
+                apart = offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]
+                assert apart or not together or not sizes[i] or not sizes[j], (sizes, lives, offsets)
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        needed = [sum(s for s, (a, b) in zip(padded, lives, strict=True) if a <= t <= b) for t in range(10)]
+        assert total >= max(needed) - ALIGNMENT, "more lives at once than fits"
+
+
+def test_places_are_shared() -> None:
+    assert place([512, 512, 512], [(0, 1), (1, 2), (2, 3)]) == ([0, 512, 0], 1024)
+    assert place([], []) == ([], 0)
+
+
+def test_a_refused_launch_says_why(seed: int) -> None:
+    def refuse(addresses: list[int], numbers: list[float]) -> None:
+        raise ValueError(f"no room for {len(addresses)} tensors and {numbers}")
+
+    function = HostFunction(refuse)
+    headers = Headers([((2, 3), torch.float32)], WHERE)
+    arguments = Arguments([headers.address(0)], 2)
+    arguments.numbers[:] = [0.5, -2.0]
+    assert prepare_call(function, arguments)() != 0
+    assert take_error() == "no room for 1 tensors and [0.5, -2.0]"
+    assert take_error() == "no reason given"
+
+    pipeline = PIPELINES["staged"]
+    call = draw_call(draw_problem(random.Random(seed)), (70,), seed)
+    layout = make_layout(call.bounds, 64, WHERE)
+    sizes = {"tokens": 70, "NT": layout.NT, "N": layout.N}
+    kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
+    kernels["fwd_wy"].function = HostFunction(refuse)
+    play = Replay(record(pipeline.compute, kernels, sizes), WHERE)
+    x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
+    with pytest.raises(LaunchError, match="fwd_wy was not launched: no room for 12 tensors"):
+        play({**x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks})
+
+
+def test_threads_take_turns() -> None:
+    """A replay's headers are shared: two calls at once must not see each other's tensors."""
+
+    def copy(addresses: list[int], _numbers: list[float]) -> None:
+        source, target = (at(address, (1000,), torch.float32) for address in addresses)
+        target.copy_(source)
+
+    @dataclass(eq=False)
+    class Copy:
+        stage: Any
+        slots = (
+            Slot(name="x", written=False, present=True, dtype=torch.float32, dims=(1000,)),
+            Slot(name="y", written=True, present=True, dtype=torch.float32, dims=(1000,)),
+        )
+        function = HostFunction(copy)
+
+    stage = replace(PIPELINES["staged"].stages[0], name="copy", scalars=())
+    kernels: dict[str, Any] = {"copy": Copy(stage)}
+    play = Replay(record(lambda run, x: {"y": run(stage, x=x["x"])[0]}, kernels, {}), WHERE)
+    wrong: list[int] = []
+
+    def work(value: int) -> None:
+        for _ in range(300):
+            if not bool((play({"x": torch.full((1000,), float(value))})["y"] == value).all()):
+                wrong.append(value)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
