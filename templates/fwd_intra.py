@@ -9,6 +9,10 @@ of the odd block. Both exponents are then never positive, whatever the gate does
 and an s costs one exponential an element and one product: the BT/2 odd rows of q and of k, stacked, against the BT/2
 even rows of k. No gate needs another path.
 
+A bounded gate may take the pairs inside sub-chunks of BC tokens in one product instead ("anchored"): relative to the
+middle row no exponent exceeds BC/2 tokens of 5 nats, 2^58, which fp32 and bf16 hold; what overflows is above the
+diagonal and dropped.
+
 The inverse: forward substitution in BC x BC diagonal blocks, a thread a column, then the same levels again,
 X <- X - X L_s X. L2 norms of q and k enter as row factors of the results and are handed on to later stages.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the halving and the levelled inverse are derived above.
@@ -74,13 +78,18 @@ def reference(
 
 @dataclass(frozen=True, kw_only=True)
 class FwdIntraConfig(Config):
-    """BK: channels of q, k and g held at once; threads a block."""
+    """BK: channels of q, k and g held at once; threads a block; diagonal: how pairs inside a sub-chunk are taken."""
 
     BK: int = axis(128, 32, 64, 128, 256)
     threads: int = axis(128, 32, 64, 128, 256)
+    diagonal: str = axis("halved", "halved", "anchored")
 
     def reject(self, case: Case) -> str | None:
-        """Tiles divide, every warp of a product has 16 x 8 results, shared memory suffices."""
+        """Tiles divide, exponents fit, every warp of a product has 16 x 8 results, shared memory suffices."""
+        if self.diagonal == "anchored" and not case.problem.bounded_gate:
+            return f"the {case.problem.gate} gate is unbounded: anchored sub-chunks would overflow"
+        if self.diagonal == "anchored" and case.problem.dtype == "fp16":
+            return "fp16 cannot hold the factors of anchored sub-chunks"
         if case.problem.KP % self.BK:
             return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
         if case.device.kind == "cpu":
@@ -96,15 +105,17 @@ class FwdIntraConfig(Config):
     def smem_bytes(self, case: Case) -> int:
         """q, k, their scaled halves, the cumsum; then the two results, which outlive them."""
         io = 4 if case.problem.dtype == "fp32" else 2
-        return case.BT * self.BK * (2 * io + 3 * io // 2 + 4) + case.BT * case.BT * (2 * io + 8)
+        anchored = io if self.diagonal == "anchored" else 0
+        return case.BT * self.BK * (2 * io + 3 * io // 2 + anchored + 4) + case.BT * case.BT * (2 * io + 8)
 
 
 def build(case: Case, config: FwdIntraConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT, BC, BK, threads = case.problem, case.BT, case.BC, config.BK, config.threads
     HV, K, group, half = p.HV, p.K, p.group, case.BT // 2
-    levels = [1 << n for n in range(BT.bit_length() - 1)]
-    merges = [s for s in levels if s >= BC]
+    anchored = config.diagonal == "anchored"
+    merges = [BC << n for n in range((BT // BC).bit_length() - 1)]
+    levels = merges if anchored else [1 << n for n in range(BT.bit_length() - 1)]
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
@@ -149,6 +160,12 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                 T.clear(qq_dot)
                 T.clear(kk_dot)
             pairs = [tile.fragment((BT, half)) for _ in levels]
+            if anchored:
+                anchored_keys = tile.shared((BT, BK))
+                q_pairs = tile.fragment((BT, BT))
+                k_pairs = tile.fragment((BT, BT))
+                T.clear(q_pairs)
+                T.clear(k_pairs)
             T.clear(qk_dot)
             for pair in pairs:
                 T.clear(pair)
@@ -170,6 +187,15 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                     for i, j in tile.parallel(BT, BK):
                         product[i, j] = T.cast(k_frag[i, j], "float32") * T.cast(k_frag[i, j], "float32")
                     T.reduce_sum(product, kk_dot, dim=1, clear=False)
+                if anchored:
+                    for i, j in tile.parallel(BT, BK):
+                        growth = T.exp2(g_shared[i // BC * BC + BC // 2, j] - g_shared[i, j])
+                        anchored_keys[i, j] = T.cast(T.cast(k_shared[i, j], "float32") * growth, tile.io)
+                    for rows_shared, products in ((q_shared, q_pairs), (k_shared, k_pairs)):
+                        for i, j in tile.parallel(BT, BK):
+                            decay = T.exp2(g_shared[i, j] - g_shared[i // BC * BC + BC // 2, j])
+                            odd_rows[i, j] = T.cast(T.cast(rows_shared[i, j], "float32") * decay, tile.io)
+                        T.gemm(odd_rows, anchored_keys, products, transpose_B=True)
                 for s, pair in zip(levels, pairs, strict=True):
                     for r, j in tile.parallel(half, BK):
                         decay = T.exp2(g_shared[odd_row(r, s), j] - g_shared[even_row(r // s * s, s) + s, j])
@@ -200,6 +226,13 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                 A_shared[i, i] = qk_dot[i] * (scale * q_factor[i] * k_factor[i])
             # Other pairs of blocks meet in the products too, and are dropped here. Both matrices stay fp32, and each
             # loop has one condition: tilelang 0.1.15 loses the inner one of two around a store that casts.
+            if anchored:
+                for i, j in tile.parallel(BT, BT):
+                    if (i // BC == j // BC) & (i > j):
+                        A_shared[i, j] = q_pairs[i, j] * (scale * q_factor[i] * k_factor[j])
+                for i, j in tile.parallel(BT, BT):
+                    if (i // BC == j // BC) & (i > j):
+                        lower[i, j] = k_pairs[i, j] * (b_factor[i] * k_factor[i] * k_factor[j])
             for s, pair in zip(levels, pairs, strict=True):
                 for r, c in tile.parallel(BT, half):
                     if (r < half) & (r % half // s == c // s):
