@@ -1,0 +1,92 @@
+"""Launches every template at ragged sizes; run under compute-sanitizer by test_sanitizer.py.
+
+    python sanitized.py SEED
+
+Each stage runs with its default and two other configs, on inputs that the references of the stages before it made.
+Writes a line a launch to stderr, so that the last one names the culprit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from cases import draw_call, run_references, sizes_of
+
+from kda_tl.device import cuda_device
+from kda_tl.dispatch import default_plan
+from kda_tl.isolate import map_pool
+from kda_tl.kernel import Kernel, compile_stage
+from kda_tl.problem import Problem
+from kda_tl.stage import Case, Config, Stage
+from kda_tl.templates.pipelines import PIPELINES
+
+LENGTHS = (1, 0, 130, 64)
+COMMON: dict[str, Any] = {
+    "tokens": 0,
+    "has_A_log": True,
+    "has_dt_bias": True,
+    "l2norm": True,
+    "beta": "sigmoid",
+    "initial_state": True,
+    "final_state": True,
+}
+PROBLEMS = (
+    Problem(H=1, HV=2, K=128, V=128, gate="safe", **COMMON),
+    Problem(H=1, HV=1, K=60, V=100, gate="softplus", state_v_first=True, **COMMON),
+)
+
+
+class Launch(NamedTuple):
+    """One launch to watch."""
+
+    stage: Stage
+    case: Case
+    config: Config
+    inputs: dict[str, Any]
+    sizes: dict[str, int]
+
+
+def launches(problem: Problem, seed: int) -> list[Launch]:
+    """Every stage of the pass's pipelines, with three configs and inputs in float64."""
+    rng, device = random.Random(seed), cuda_device(0)
+    call = draw_call(problem, LENGTHS, seed)
+    found = []
+    for pipeline in (p for p in PIPELINES.values() if p.direction == problem.direction):
+        plan = default_plan(problem, device)
+        case = Case(problem=call.problem, device=device, BT=plan.BT, BC=plan.BC)
+        for stage, inputs in run_references(pipeline, case, call.tensors(plan.BT))[1]:
+            default = stage.default(case)
+            others = [config for config in stage.candidates(case) if config != default]
+            for config in (default, *rng.sample(others, min(2, len(others)))):
+                found.append(Launch(stage, case, config, inputs, sizes_of(call, plan.BT)))
+    return found
+
+
+def on_gpu(kernel: Kernel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A stage's inputs as its kernel reads them, each in an allocation of its own."""
+    dtypes = {slot.name: slot.dtype for slot in kernel.slots}
+    return {
+        name: x.to(dtypes[name]).contiguous().cuda() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()
+    }
+
+
+def main() -> None:
+    """Compiles in parallel, then launches one by one."""
+    seed = int(sys.argv[1])
+    work = [launch for problem in PROBLEMS for launch in launches(problem, seed)]
+    jobs = [(launch.stage.name, launch.case, launch.config) for launch in work]
+    for _ in map_pool("cases:compile_job", jobs, jobs=16, timeout_s=300):
+        pass
+    where = torch.device("cuda", 0)
+    for stage, case, config, inputs, sizes in work:
+        sys.stderr.write(f"{stage.name} {config} {case.problem.key}\n")
+        kernel = compile_stage(stage, case, config)
+        kernel(on_gpu(kernel, inputs), sizes, where)
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
