@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +62,7 @@ class Program:
             the batch) that returns the pipeline's results by name, None for absent ones and on CUDA for unwanted ones.
         """
         if device.type != "cuda":
-            return functools.partial(self.run, sizes=sizes, device=device)
+            return lambda tensors: self.run(tensors, sizes, device)
         key = (*sizes.items(), device, unwanted)
         found = self._replays.get(key)
         if found is None:
