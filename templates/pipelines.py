@@ -7,10 +7,23 @@ records.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kda_tl.stage import Stage
-from kda_tl.templates import fwd_gate, fwd_intra, fwd_output, fwd_state, fwd_wy
+from kda_tl.templates import (
+    bwd_gate,
+    bwd_intra,
+    bwd_output,
+    bwd_qk,
+    bwd_reduce,
+    bwd_state,
+    bwd_wy,
+    fwd_gate,
+    fwd_intra,
+    fwd_output,
+    fwd_state,
+    fwd_wy,
+)
 
 
 class Run(Protocol):
@@ -28,7 +41,8 @@ class Pipeline:
         name: as stored in plans.
         direction: "fwd" or "bwd".
         stages: in launch order.
-        compute: ``(run, tensors) -> outputs``; forward outputs are o, ht and h.
+        compute: ``(run, tensors) -> outputs``: o, ht and h forward; dq, dk, dv, dg, dbeta, dh0, dA_log and ddt_bias
+            backward.
     """
 
     name: str
@@ -37,8 +51,21 @@ class Pipeline:
     compute: Callable[[Run, Mapping[str, Any]], dict[str, Any]]
 
 
-def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
-    """Five stages through memory: runs on every target, and each step can be looked at."""
+class _Factors(NamedTuple):
+    """What the stages before the recurrence make of a pass's inputs."""
+
+    g_cumsum: Any
+    Aqk: Any
+    Akk: Any
+    rstd: Any
+    w: Any
+    u: Any
+    kg: Any
+    qg: Any
+
+
+def _make_factors(run: Run, x: Mapping[str, Any]) -> _Factors:
+    """Gate, intra and wy: the same in both directions."""
     chunks = x["chunk_tokens"]
     (g_cumsum,) = run(
         fwd_gate.STAGE,
@@ -69,11 +96,103 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         chunk_tokens=chunks,
         scale=x["scale"],
     )
+    return _Factors(g_cumsum=g_cumsum, Aqk=Aqk, Akk=Akk, rstd=rstd, w=w, u=u, kg=kg, qg=qg)
+
+
+def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """Five stages through memory: runs on every target, and each step can be looked at."""
+    g_cumsum, Aqk, Akk, rstd, w, u, kg, qg = _make_factors(run, x)
     del Akk, rstd
     h, v_new, ht = run(fwd_state.STAGE, w=w, u=u, kg=kg, g_cumsum=g_cumsum, h0=x["h0"], seq_chunks=x["seq_chunks"])
     del w, u, kg, g_cumsum
-    (o,) = run(fwd_output.STAGE, qg=qg, h=h, Aqk=Aqk, v_new=v_new, chunk_tokens=chunks)
+    (o,) = run(fwd_output.STAGE, qg=qg, h=h, Aqk=Aqk, v_new=v_new, chunk_tokens=x["chunk_tokens"])
     return {"o": o, "ht": ht, "h": h}
+
+
+def staged_backward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """Four stages of the forward again, then seven of gradients: nothing is kept from the forward but its inputs."""
+    chunks = x["chunk_tokens"]
+    g_cumsum, Aqk, Akk, rstd, w, u, kg, qg = _make_factors(run, x)
+    h, v_new, _ = run(fwd_state.STAGE, w=w, u=u, kg=kg, g_cumsum=g_cumsum, h0=x["h0"], seq_chunks=x["seq_chunks"])
+    dAqk, dv_local = run(bwd_output.STAGE, do=x["do"], Aqk=Aqk, v_new=v_new, chunk_tokens=chunks)
+    del Aqk
+    dh, dv_new, dh0 = run(
+        bwd_state.STAGE,
+        qg=qg,
+        kg=kg,
+        w=w,
+        do=x["do"],
+        dv_local=dv_local,
+        g_cumsum=g_cumsum,
+        dht=x["dht"],
+        seq_chunks=x["seq_chunks"],
+        chunk_tokens=chunks,
+    )
+    del kg, qg, dv_local
+    dq_inter, dk_inter, dv, db_inter, dG_inter, dL = run(
+        bwd_wy.STAGE,
+        q=x["q"],
+        k=x["k"],
+        v=x["v"],
+        g_cumsum=g_cumsum,
+        beta=x["beta"],
+        Akk=Akk,
+        w=w,
+        u=u,
+        rstd=rstd,
+        h=h,
+        v_new=v_new,
+        do=x["do"],
+        dv_new=dv_new,
+        dh=dh,
+        chunk_tokens=chunks,
+        scale=x["scale"],
+    )
+    del Akk, w, u, h, v_new, dv_new, dh
+    dq_part, dk_part, db, dG = run(
+        bwd_intra.STAGE,
+        q=x["q"],
+        k=x["k"],
+        g_cumsum=g_cumsum,
+        beta=x["beta"],
+        rstd=rstd,
+        dAqk=dAqk,
+        dL=dL,
+        dq_inter=dq_inter,
+        dk_inter=dk_inter,
+        db_inter=db_inter,
+        dG_inter=dG_inter,
+        chunk_tokens=chunks,
+        scale=x["scale"],
+    )
+    del g_cumsum, dAqk, dL, dq_inter, dk_inter, db_inter, dG_inter
+    dg, dbeta, dA_log_part, ddt_bias_part = run(
+        bwd_gate.STAGE,
+        dG=dG,
+        db=db,
+        g=x["g"],
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        beta=x["beta"],
+        chunk_tokens=chunks,
+        lower_bound=x["lower_bound"],
+    )
+    del db, dG
+    dq, dk = run(bwd_qk.STAGE, dq_part=dq_part, dk_part=dk_part, q=x["q"], k=x["k"], rstd=rstd, chunk_tokens=chunks)
+    del dq_part, dk_part, rstd
+    dA_log = ddt_bias = None
+    if dA_log_part is not None or ddt_bias_part is not None:
+        dA_log, ddt_bias = run(bwd_reduce.STAGE, dA_log_part=dA_log_part, ddt_bias_part=ddt_bias_part)
+    return {
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "dg": dg,
+        "dbeta": dbeta,
+        "dh0": dh0,
+        "dA_log": dA_log,
+        "ddt_bias": ddt_bias,
+    }
 
 
 PIPELINES: dict[str, Pipeline] = {
@@ -82,5 +201,23 @@ PIPELINES: dict[str, Pipeline] = {
         direction="fwd",
         stages=(fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE, fwd_output.STAGE),
         compute=staged_forward,
+    ),
+    "staged_backward": Pipeline(
+        name="staged_backward",
+        direction="bwd",
+        stages=(
+            fwd_gate.STAGE,
+            fwd_intra.STAGE,
+            fwd_wy.STAGE,
+            fwd_state.STAGE,
+            bwd_output.STAGE,
+            bwd_state.STAGE,
+            bwd_wy.STAGE,
+            bwd_intra.STAGE,
+            bwd_gate.STAGE,
+            bwd_qk.STAGE,
+            bwd_reduce.STAGE,
+        ),
+        compute=staged_backward,
     ),
 }

@@ -112,6 +112,28 @@ class Call:
             ht.append(state)
         return torch.cat(o), torch.cat(ht), torch.cat(h)
 
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Autograd through the recurrence in float64, from do and dht; None where the problem lacks the tensor."""
+        p, x = self.problem, self.x
+        names = (*SEQUENCES, "h0", "A_log", "dt_bias")
+        leaf = {name: None if x[name] is None else x[name].clone().requires_grad_() for name in names}
+        o, ht = recurrent_kda(
+            *(leaf[name][None] for name in SEQUENCES),
+            scale=x["scale"],
+            initial_state=leaf["h0"],
+            gate=p.gate,
+            A_log=leaf["A_log"],
+            dt_bias=leaf["dt_bias"],
+            lower_bound=x["lower_bound"],
+            beta_mode=p.beta,
+            use_l2norm=p.l2norm,
+            state_v_first=p.state_v_first,
+            cu_seqlens=torch.tensor(self.bounds, device=x["q"].device),
+        )
+        loss = (o[0] * x["do"]).sum() + (0.0 if x["dht"] is None else (ht * x["dht"]).sum())
+        loss.backward()
+        return {f"d{name}": None if tensor is None else tensor.grad for name, tensor in leaf.items()}
+
 
 def draw_call(
     problem: Problem, lengths: Sequence[int], seed: int, *, varlen: bool = True, device: str = "cpu", **given: Tensor
@@ -161,6 +183,38 @@ def draw_call(
             short = {"q": p.dtype, "k": p.dtype, "v": p.dtype, "g": p.g_dtype, "beta": p.beta_dtype}.get(name, "fp32")
             x[name] = tensor.to(TORCH[short]).to(F64).to(device)
     return Call(p, bounds, {**x, "scale": 0.7 * p.K**-0.5, "lower_bound": -5.0})
+
+
+def draw_extreme(kind: str, seed: int) -> Call:
+    """A call of 130 tokens whose gate saturates: everywhere, or ("mixed") in a tenth of the places, slow elsewhere."""
+    gate, _, limit = kind.partition(" ")
+    shape = (130, 2, 32)
+    rng = torch.Generator().manual_seed(seed)
+    here = torch.rand(shape, generator=rng) < 0.1
+    slow = torch.full(shape, -4.0, dtype=F64) if gate != "log" else -0.05 * torch.rand(shape, generator=rng, dtype=F64)
+    steepest = -1e4 if gate == "log" else 1e4
+    wild = 1e4 * torch.randn(shape, generator=rng, dtype=F64)
+    g = {
+        "steep": torch.full(shape, steepest, dtype=F64),
+        "flat": torch.full(shape, 0.0 if gate == "log" else -1e4, dtype=F64),
+        "mixed": torch.where(here, steepest, slow),
+        "wild": -wild.abs() if gate == "log" else wild,
+    }[limit]
+    fixed = {"H": 1, "HV": 2, "K": 32, "V": 32, "l2norm": True, "initial_state": True, "final_state": True}
+    problem = draw_problem(
+        random.Random(0), gate=gate, has_A_log=gate != "log", has_dt_bias=False, beta="sigmoid", **fixed
+    )
+    given = {"g": g, "A_log": torch.tensor([0.0, 5.0])} if gate != "log" else {"g": g}
+    return draw_call(problem, (65, 1, 64), seed, **given)
+
+
+def draw_backward(call: Call, seed: int) -> Call:
+    """The call's backward: with gradients of o, and of the final states where the problem has them."""
+    p, rng = replace(call.problem, direction="bwd"), torch.Generator().manual_seed(seed)
+    state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+    do = torch.randn(p.tokens, p.HV, p.V, generator=rng, dtype=F64).to(TORCH[p.dtype]).to(call.x["q"])
+    dht = torch.randn(p.sequences, p.HV, *state, generator=rng, dtype=F64).to(torch.float32).to(do)
+    return Call(p, call.bounds, {**call.x, "do": do, "dht": dht if p.final_state else None})
 
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,0 +1,210 @@
+"""One call of ``chunk_kda``: from its arguments to the launches of a pass, and what earlier calls spare it.
+
+All functions take the operator's arguments by name, as its ``locals()``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kda_tl.arguments import TENSORS, check_flags, check_tensors, parse_problem
+from kda_tl.device import Device
+from kda_tl.dispatch import Choice, build_program, choose, context, prepare
+from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.layout import dense_bounds, make_layout, packed_bounds
+from kda_tl.problem import Problem
+from kda_tl.program import Compute, Program
+from kda_tl.reference import recurrent_kda
+
+Tensor = torch.Tensor
+
+
+class Ready(NamedTuple):
+    """What a call needs besides its tensors; the same for all calls of one signature."""
+
+    problem: Problem
+    device: Device
+    chunk_size: int | None
+    choice: Choice
+    compute: Compute | None  # None: the reference path
+    bounds: tuple[int, ...]
+    constants: dict[str, Any]  # what pipelines take besides the caller's tensors
+
+
+_FLAGS = (
+    "scale",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "lower_bound",
+    "state_v_first",
+    "return_intermediate_states",
+    "chunk_size",
+)
+_ready: dict[tuple[Any, ...], Ready] = {}
+_READY_LIMIT = 4096
+
+
+def find_ready(a: dict[str, Any]) -> Ready:
+    """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
+    try:
+        tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in TENSORS]
+        flags = [a[name] for name in _FLAGS]
+        key = (*tensors, *flags, a["cu_seqlens"] is None, token_bounds(a), context())
+        found = _ready.get(key)
+    except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it
+        check_tensors(a)
+        check_flags(a)
+        raise
+    if found is None:
+        problem, device, chunk_size = parse_problem(a, key[-2])
+        found = _make_ready(a, problem, device, chunk_size, key[-2])
+        if len(_ready) >= _READY_LIMIT:
+            _ready.clear()
+        _ready[key] = found
+    return found
+
+
+def _make_ready(
+    a: dict[str, Any], problem: Problem, device: Device, chunk_size: int | None, bounds: tuple[int, ...]
+) -> Ready:
+    """Chooses a plan and compiles it."""
+    choice, program = prepare(problem, device, chunk_size)
+    scale = problem.K**-0.5 if a["scale"] is None else float(a["scale"])
+    lower_bound = -5.0 if a["lower_bound"] is None else float(a["lower_bound"])
+    constants: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound}
+    compute: Compute | None = None
+    if program is not None and problem.tokens:
+        unwanted = () if a["return_intermediate_states"] else ("h",)
+        compute, tables = _bind(program, problem, bounds, a["q"].device, unwanted)
+        constants |= tables
+    return Ready(problem, device, chunk_size, choice, compute, bounds, constants)
+
+
+def _bind(
+    program: Program, problem: Problem, bounds: tuple[int, ...], where: torch.device, unwanted: tuple[str, ...] = ()
+) -> tuple[Compute, dict[str, Any]]:
+    """A program for the lengths of a call, and the chunk tables it takes."""
+    layout = make_layout(bounds, program.plan.BT, where)
+    sizes = {"tokens": problem.tokens, "NT": layout.NT, "N": layout.N}
+    tables = {"chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+    return program.bind(sizes, where, unwanted), tables
+
+
+def token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
+    """Where sequences begin and end among the flattened tokens."""
+    if a["cu_seqlens"] is None:
+        if a["cu_seqlens_cpu"] is not None:
+            raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
+        return dense_bounds(a["q"].shape[0], a["q"].shape[1])
+    check_tensors(a)
+    if a["q"].shape[0] != 1:
+        raise InputError(f"cu_seqlens needs B=1, got B={a['q'].shape[0]}: flatten the batch into the tokens.")
+    return packed_bounds(a["cu_seqlens"], a["cu_seqlens_cpu"], a["q"].shape[1])
+
+
+def _operands(p: Problem, a: dict[str, Any], **more: Tensor) -> dict[str, Any]:
+    """The caller's tensors as pipelines take them."""
+    tensors: dict[str, Any] = {name: _aligned(a[name]) for name in ("q", "k", "v", "g", "beta")}
+    tensors |= {name: _aligned(x) for name, x in more.items()}
+    if not a["q"].is_cuda:  # replays read addresses, for which the batch is flat already
+        tensors = {name: x.flatten(0, 1) for name, x in tensors.items()}
+    tensors["A_log"] = _parameter(a["A_log"]).view(p.HV) if p.has_A_log else None
+    tensors["dt_bias"] = _parameter(a["dt_bias"]).view(p.HV, p.K) if p.has_dt_bias else None
+    tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
+    return tensors
+
+
+def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
+    """Launches the kernels; nothing here waits for the device."""
+    q, p = a["q"], ready.problem
+    out = compute(_operands(p, a) | ready.constants)
+    o = out["o"].view(a["v"].shape)
+    if o.dtype != q.dtype:  # the CPU target computes in fp32
+        o = o.to(q.dtype)
+    if not a["return_intermediate_states"]:
+        return o, out["ht"]
+    h = out["h"].to(q.dtype).unflatten(0, (q.shape[0], -1))[..., : p.K, : p.V]
+    return o, out["ht"], h.transpose(-1, -2) if p.state_v_first else h
+
+
+def choose_backward(ready: Ready) -> Choice:
+    """The plan of a call's backward, chosen with its forward: pins and overlays hold where the operator is called."""
+    return choose(replace(ready.problem, direction="bwd"), ready.device, ready.chunk_size)
+
+
+def run_backward(
+    ready: Ready, choice: Choice, a: dict[str, Any], do: Tensor | None, dht: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Gradients of the tensor arguments by name, in their shapes and dtypes; None for absent ones.
+
+    Args:
+        ready: of the forward call.
+        choice: of :func:`choose_backward`.
+        a: the arguments of the forward call.
+        do: gradient of o, zeros if None.
+        dht: gradient of the final state, absent if None.
+    """
+    p, where = replace(ready.problem, direction="bwd", final_state=dht is not None), a["q"].device
+    program = build_program(choice.plan, p.without_lengths(), ready.device)
+    compute, tables = _bind(program, p, ready.bounds, where)
+    do = torch.zeros_like(a["v"]) if do is None else do.to(a["v"].dtype)
+    tensors = _operands(p, a, do=do) | {"dht": None if dht is None else _aligned(dht.float())}
+    out = compute(tensors | ready.constants | tables)
+    found = {name: out["dh0" if name == "initial_state" else f"d{name}"] for name in TENSORS}
+    return {name: None if x is None else x.view(a[name].shape).to(a[name].dtype) for name, x in found.items()}
+
+
+def run_reference(ready: Ready, a: dict[str, Any]) -> Any:
+    """The recurrence in plain PyTorch: where no compiler was found, and for calls without tokens."""
+    p = ready.problem
+    if ready.choice.plan is None:
+        _warn_reference(ready.choice.reason)
+    if a["return_intermediate_states"] and p.tokens:
+        raise UnsupportedError(
+            "the reference path has no chunks, so no intermediate states: install a compiler (see `kda-tl doctor`)."
+        )
+    o, state = recurrent_kda(
+        *(a[name] for name in ("q", "k", "v", "g", "beta")),
+        scale=ready.constants["scale"],
+        initial_state=a["initial_state"],
+        gate=p.gate,
+        A_log=a["A_log"] if p.has_A_log else None,
+        dt_bias=a["dt_bias"] if p.has_dt_bias else None,
+        lower_bound=ready.constants["lower_bound"],
+        beta_mode=p.beta,
+        use_l2norm=p.l2norm,
+        state_v_first=p.state_v_first,
+        cu_seqlens=torch.tensor(ready.bounds) if p.varlen else None,
+        dtype=torch.float32,
+    )
+    o, ht = o.to(a["q"].dtype), state if p.final_state else None
+    if not a["return_intermediate_states"]:
+        return o, ht
+    return o, ht, o.new_empty((a["q"].shape[0], 0, *state.shape[1:]))
+
+
+_warned: set[str] = set()
+
+
+def _warn_reference(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"chunk_kda is slow here: {reason}.", KdaTlWarning, stacklevel=4)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous and on a 16-byte boundary, as vector loads need; a copy only where it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _parameter(x: Tensor) -> Tensor:
+    return _aligned(x if x.dtype == torch.float32 else x.float())

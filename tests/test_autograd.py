@@ -1,0 +1,217 @@
+"""Gradients of ``chunk_kda`` on the CPU target, against autograd through the recurrence in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem, operator_arguments, scatter
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import kda_tl
+from kda_tl import dispatch
+from kda_tl.arguments import TENSORS
+from kda_tl.chunk import chunk_kda
+from kda_tl.device import cpu_device, find_compiler
+from kda_tl.dispatch import default_plan
+from kda_tl.errors import KdaTlWarning, UnsupportedError
+from kda_tl.problem import BETAS, GATES, Problem
+from kda_tl.reference import relative_error
+
+CPU = cpu_device()
+SMALL = Problem(
+    H=1,
+    HV=2,
+    K=32,
+    V=16,
+    tokens=0,
+    dtype="fp32",
+    gate="safe",
+    has_A_log=True,
+    has_dt_bias=True,
+    beta="sigmoid",
+    l2norm=True,
+    initial_state=True,
+    final_state=True,
+)
+# fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each
+TOLERANCE = {"fp32": 2e-4, "bf16": 6e-3, "fp16": 2e-3}
+
+pytestmark = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def differentiable(call: Call, batch: int = 1) -> dict[str, Any]:
+    """Arguments of a call, every tensor of them a leaf."""
+    arguments = operator_arguments(call, batch)
+    return {
+        name: x.detach().clone().requires_grad_() if name in TENSORS and x is not None else x
+        for name, x in arguments.items()
+    }
+
+
+def backward_of(call: Call, arguments: dict[str, Any], **changes: Any) -> dict[str, Tensor | None]:
+    """Gradients of all tensors from the call's do and dht."""
+    o, ht = chunk_kda(**arguments | changes)
+    do = call.x["do"].to(o.dtype).view(o.shape)
+    seeds = [(o, do)] if ht is None else [(o, do), (ht, call.x["dht"].float())]
+    torch.autograd.backward([x for x, _ in seeds], [d for _, d in seeds])
+    return {name: None if arguments[name] is None else arguments[name].grad for name in TENSORS}
+
+
+def assert_right(call: Call, batch: int = 1, **changes: Any) -> None:
+    call = draw_backward(call, 7)
+    arguments = differentiable(call, batch)
+    found = backward_of(call, arguments, **changes)
+    truth = call.gradients()
+    for name, grad in found.items():
+        expected = truth["dh0" if name == "initial_state" else f"d{name}"]
+        if expected is None:
+            assert grad is None
+            continue
+        assert grad is not None and grad.shape == arguments[name].shape and grad.dtype == arguments[name].dtype
+        error = relative_error(grad.flatten(), expected.flatten())
+        assert error < TOLERANCE[call.problem.dtype], f"d{name} is off by {error:.1e}: {call.problem.key} {call.bounds}"
+
+
+@pytest.mark.parametrize("T", (1, 15, 63, 64, 65, 130))
+def test_lengths(T: int, seed: int) -> None:
+    assert_right(draw_call(SMALL, (T,), seed, varlen=False))
+
+
+def test_batches(seed: int) -> None:
+    assert_right(draw_call(SMALL, (70, 70, 70), seed, varlen=False), batch=3)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
+def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
+    rng = random.Random(seed)
+    problem = draw_problem(rng, gate=gate, dtype=dtype, g_dtype=rng.choice(("fp32", dtype)), beta=rng.choice(BETAS))
+    assert_right(draw_call(problem, draw_lengths(rng), seed))
+
+
+@pytest.mark.parametrize("chunk_size", (16, 32, 64))
+def test_chunk_sizes(chunk_size: int, seed: int) -> None:
+    assert_right(draw_call(replace(SMALL, state_v_first=True), (20, 0, 1, 70), seed), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed")])
+def test_gates_at_their_limits(kind: str, seed: int) -> None:
+    """Finite everywhere, and right where a gradient is not lost among larger ones of its tensor."""
+    call = draw_backward(draw_extreme(kind, seed), seed)
+    found = backward_of(call, differentiable(call))
+    truth = call.gradients()
+    for name in ("q", "k", "v", "beta", "initial_state"):
+        grad, expected = found[name], truth["dh0" if name == "initial_state" else f"d{name}"]
+        assert grad is not None and expected is not None
+        assert relative_error(grad.flatten(), expected.flatten()) < 5e-4, name
+    for grad in found.values():
+        assert grad is None or grad.isfinite().all()
+
+
+def test_any_strides(seed: int) -> None:
+    """Of inputs, and of incoming gradients: those of a sum are one number, expanded."""
+    call = draw_backward(draw_call(SMALL, (40,), seed, varlen=False), seed)
+    arguments = differentiable(call)
+    o, _ = chunk_kda(**{n: scatter(x) if n in TENSORS and x is not None else x for n, x in arguments.items()})
+    o.sum().backward()
+    plain = differentiable(call)
+    chunk_kda(**plain)[0].backward(torch.ones_like(o))
+    for name in TENSORS:
+        assert torch.equal(arguments[name].grad, plain[name].grad), name
+
+
+def test_only_what_is_asked_for(seed: int) -> None:
+    call = draw_call(SMALL, (40,), seed, varlen=False)
+    whole = differentiable(call)
+    o, ht = chunk_kda(**whole)
+    assert ht is not None and o.requires_grad and ht.requires_grad
+    ht.square().sum().backward()
+    for name in TENSORS:
+        arguments = operator_arguments(call)
+        arguments[name] = arguments[name].clone().requires_grad_()
+        chunk_kda(**arguments)[1].square().sum().backward()
+        assert torch.equal(arguments[name].grad, whole[name].grad), name
+        assert all(arguments[other].grad is None for other in TENSORS if other != name)
+    with torch.no_grad():
+        assert not chunk_kda(**whole)[0].requires_grad
+
+
+def test_same_bits_every_time(seed: int) -> None:
+    call = draw_backward(draw_call(SMALL, (70, 0, 3), seed), seed)
+    one, two = (backward_of(call, differentiable(call)) for _ in range(2))
+    for name in TENSORS:
+        assert torch.equal(one[name], two[name]), name
+
+
+def test_checkpointed(seed: int) -> None:
+    call = draw_backward(draw_call(SMALL, (70,), seed, varlen=False), seed)
+    expected, arguments = backward_of(call, differentiable(call)), differentiable(call)
+    o, ht = checkpoint(lambda: chunk_kda(**arguments), use_reentrant=False)
+    torch.autograd.backward([o, ht], [call.x["do"].float().view(o.shape), call.x["dht"].float()])
+    for name in TENSORS:
+        assert torch.equal(arguments[name].grad, expected[name]), name
+
+
+def test_intermediate_states_carry_no_gradient(seed: int) -> None:
+    arguments = differentiable(draw_call(SMALL, (70,), seed, varlen=False))
+    o, ht, h = chunk_kda(**arguments, return_intermediate_states=True)
+    assert o.requires_grad and ht is not None and ht.requires_grad and not h.requires_grad
+
+
+def test_second_derivative_is_refused(seed: int) -> None:
+    arguments = differentiable(draw_call(SMALL, (20,), seed, varlen=False))
+    (dq,) = torch.autograd.grad(chunk_kda(**arguments)[0].sum(), arguments["q"], create_graph=True)
+    with pytest.raises(UnsupportedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_inputs_changed_in_between_are_noticed(seed: int) -> None:
+    arguments = differentiable(draw_call(SMALL, (20,), seed, varlen=False))
+    k = arguments["k"] * 1.0
+    o, _ = chunk_kda(**arguments | {"k": k})
+    with torch.no_grad():
+        k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_a_pinned_forward_plan_leaves_the_backward_free(seed: int) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    forward = default_plan(call.problem, CPU, BT=16)
+    backward = default_plan(replace(call.problem, direction="bwd"), CPU, BT=32)
+    for plan in (forward, backward):
+        with kda_tl.pin(plan):
+            assert_right(call)
+    with kda_tl.pin(numerics=dispatch.numerics_class(default_plan(call.problem, CPU))):
+        assert_right(call)
+
+
+def test_without_a_compiler_the_recurrence_is_differentiated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.setattr("kda_tl.call._ready", {})
+    monkeypatch.setattr("kda_tl.call._warned", set())
+    with pytest.warns(KdaTlWarning, match="slow here"):
+        assert_right(draw_call(SMALL, (20,), seed, varlen=False))
+
+
+def test_no_tokens(seed: int) -> None:
+    arguments = differentiable(draw_call(SMALL, (0, 0), seed))
+    _, ht = chunk_kda(**arguments)
+    ht.square().sum().backward()
+    assert torch.equal(arguments["initial_state"].grad, 2 * arguments["initial_state"].detach())

@@ -1,0 +1,163 @@
+"""The backward's references: composed, they are autograd through the recurrence, in float64."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import F64, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem, run_references
+
+from kda_tl.device import cpu_device
+from kda_tl.problem import BETAS, GATES
+from kda_tl.reference import relative_error
+from kda_tl.stage import BT_CHOICES, Case, Stage, TensorSpec, static_sizes
+from kda_tl.templates import bwd_gate, bwd_intra, bwd_output, bwd_qk, bwd_reduce, bwd_state, bwd_wy
+from kda_tl.templates.pipelines import PIPELINES
+
+CPU = cpu_device()
+EXACT = 1e-9
+RAGGED = (1, 15, 16, 63, 64, 65, 130)
+MODULES = (bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce)
+
+gates = pytest.mark.parametrize("gate", GATES)
+
+
+PIPELINE = PIPELINES["staged_backward"]
+BACKWARD = tuple(module.STAGE for module in MODULES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_declared(call: Call, BT: int, stage: Stage, inputs: dict[str, Any]) -> None:
+    """Inputs and outputs exist and have the shapes that the stage declares; rows past the end and padding are zero."""
+    case, tensors = call.case(CPU, BT, 16), call.tensors(BT)
+    p, count = call.problem, tensors["chunk_tokens"][:, 1]
+    sizes = {**static_sizes(case), "tokens": p.tokens, "NT": len(count), "N": p.sequences}
+    outputs = stage.reference(case, **inputs)
+    past = (torch.arange(BT) >= count[:, None])[:, None, :].expand(-1, p.HV, -1)
+    for name, text in {**stage.inputs, **stage.outputs}.items():
+        spec, tensor = TensorSpec.parse(text), {**inputs, **outputs}.get(name)
+        assert (tensor is not None) == spec.present(p), f"{stage.name}: {name} for {p.key}"
+        if tensor is None:
+            continue
+        seen = tensor.mT if spec.dims[0] == "N" and p.state_v_first else tensor
+        assert seen.shape == spec.shape(sizes), f"{stage.name}: {name}"
+        if name not in outputs:
+            continue
+        assert tensor.dtype == F64
+        if spec.dims[:3] == ("NT", "HV", "BT"):
+            assert not tensor[past].any(), f"{stage.name} fills {name} past the end"
+        for axis, dim in enumerate(spec.dims):
+            if dim in ("KP", "VP"):
+                padding = tensor.movedim(axis, 0)[getattr(p, dim[0]) :]
+                assert not padding.any(), f"{stage.name} fills the padding of {name}"
+
+
+def assert_gradients(call: Call, BT: int, tolerance: float = EXACT) -> None:
+    p = call.problem
+    where = f"{p.key} A_log={p.has_A_log} dt_bias={p.has_dt_bias} BT={BT} bounds={call.bounds}"
+    out, records = run_references(PIPELINE, call.case(CPU, BT, 16), call.tensors(BT))
+    truth = call.gradients()
+    assert out.keys() == truth.keys()
+    for name, expected in truth.items():
+        if expected is None:
+            assert out[name] is None, f"{name}: {where}"
+        else:
+            error = relative_error(out[name], expected)
+            assert error < tolerance, f"{name} is off by {error:.1e}: {where}"
+    for stage, inputs in records:
+        if stage in BACKWARD:
+            assert_declared(call, BT, stage, inputs)
+
+
+@gates
+@pytest.mark.parametrize("T", RAGGED)
+def test_gradients_ragged(gate: str, T: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for n, BT in enumerate(BT_CHOICES):
+        problem = draw_problem(rng, gate=gate, beta=BETAS[n], l2norm=n % 2 == 0)
+        call = draw_call(problem, (T,) * rng.choice((1, 2)), seed + n, varlen=False)
+        assert_gradients(draw_backward(call, seed), BT)
+
+
+@gates
+def test_gradients_varlen(gate: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for n, BT in enumerate((*BT_CHOICES, *BT_CHOICES)):
+        problem = draw_problem(rng, gate=gate, initial_state=n < 3, state_v_first=n % 2 == 0)
+        assert_gradients(draw_backward(draw_call(problem, draw_lengths(rng), seed + n), seed), BT)
+
+
+@gates
+@pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
+@pytest.mark.parametrize(("K", "V"), ((60, 100), (100, 60), (32, 256), (256, 32)))
+def test_gradients_heads_and_dims(gate: str, H: int, HV: int, K: int, V: int, seed: int) -> None:
+    rng = random.Random(seed)
+    problem = draw_problem(rng, gate=gate, H=H, HV=HV, K=K, V=V)
+    assert_gradients(draw_backward(draw_call(problem, (70, 0, 1), seed), seed), rng.choice(BT_CHOICES))
+
+
+@pytest.mark.parametrize("has_dt_bias", (False, True))
+@pytest.mark.parametrize(("gate", "has_A_log"), (("softplus", True), ("safe", False), ("safe", True)))
+def test_gradients_gate_parameters(gate: str, has_A_log: bool, has_dt_bias: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    for BT in BT_CHOICES:
+        problem = draw_problem(rng, gate=gate, has_A_log=has_A_log, has_dt_bias=has_dt_bias)
+        assert_gradients(draw_backward(draw_call(problem, (100, 20), seed), seed), BT)
+
+
+@pytest.mark.parametrize("initial_state", (False, True))
+@pytest.mark.parametrize("final_state", (False, True))
+@pytest.mark.parametrize("state_v_first", (False, True))
+def test_gradients_states(initial_state: bool, final_state: bool, state_v_first: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    for BT in BT_CHOICES:
+        problem = draw_problem(
+            rng, initial_state=initial_state, final_state=final_state, state_v_first=state_v_first, K=32, V=60
+        )
+        assert_gradients(draw_backward(draw_call(problem, (33, 0, 1, 64), seed), seed), BT)
+
+
+@pytest.mark.parametrize("l2norm", (False, True))
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradients_beta_and_norm(beta: str, l2norm: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    for BT in BT_CHOICES:
+        problem = draw_problem(rng, beta=beta, l2norm=l2norm)
+        assert_gradients(draw_backward(draw_call(problem, (90, 7), seed), seed), BT)
+
+
+@pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed", "wild")])
+def test_gradients_at_the_limits(kind: str, seed: int) -> None:
+    # up to 64 * 1.5e6 nats are summed: float64 holds such an exponent to 2^-53 of its size
+    assert_gradients(draw_backward(draw_extreme(kind, seed), seed), 64, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_reference_takes_what_is_declared(module: ModuleType) -> None:
+    stage = module.STAGE
+    _, *taken = inspect.signature(stage.reference).parameters
+    scalars = [name for name in taken if name not in stage.inputs]
+    assert taken == [*stage.inputs, *scalars] and set(scalars) <= {"scale", "lower_bound"}
+    assert not stage.inputs.keys() & stage.outputs.keys(), "tensors of a kernel have different names"
+
+
+def test_cost_is_positive_and_scales() -> None:
+    problem = draw_problem(random.Random(0), gate="safe", has_A_log=True, has_dt_bias=True, l2norm=True)
+    case = Case(problem=problem, device=CPU, BT=64, BC=16)
+    for module in MODULES:
+        small, large = (module.cost(case, {"tokens": 64 * n, "NT": n, "N": 1}) for n in (16, 32))
+        assert 0 < small.bytes < large.bytes <= 2 * small.bytes, module.__name__
+        assert 0 < small.flops < large.flops <= 2 * small.flops, module.__name__
