@@ -12,6 +12,7 @@ from kda_tl.errors import (
     InputError,
     KdaTlError,
     KdaTlWarning,
+    LaunchError,
     UnsupportedError,
     WrongResultError,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "InputError",
     "KdaTlError",
     "KdaTlWarning",
+    "LaunchError",
     "UnsupportedError",
     "WrongResultError",
     "__version__",

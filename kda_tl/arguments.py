@@ -83,14 +83,19 @@ def check_tensors(a: dict[str, Any]) -> None:
             raise InputError(f"{name} is on {x.device} but q is on {q.device}: move them to one device.")
 
 
-def check_gradients(a: dict[str, Any]) -> None:
-    """Raises UnsupportedError if a gradient would be needed."""
+def needs_gradients(a: dict[str, Any]) -> bool:
+    """Whether autograd must record the call.
+
+    Raises:
+        UnsupportedError: it must, on a GPU.
+    """
     needing = [name for name in TENSORS if a[name] is not None and a[name].requires_grad]
-    if needing:
+    if needing and a["q"].is_cuda:
         raise UnsupportedError(
-            f"{', '.join(needing)} require gradients, and chunk_kda has no backward yet:"
-            " call it under torch.no_grad() or torch.inference_mode()."
+            f"{', '.join(needing)} require gradients, and the backward of chunk_kda has not been checked on a GPU yet:"
+            " call it under torch.no_grad() or torch.inference_mode(), or on the CPU."
         )
+    return bool(needing)
 
 
 def check_flags(a: dict[str, Any]) -> None:

@@ -22,14 +22,14 @@ from kda_tl.problem import Problem
 from kda_tl.program import Program
 from kda_tl.stage import BT_CHOICES, Case, Config, Plan
 
-DEFAULT_PIPELINE = {"fwd": "staged"}
+DEFAULT_PIPELINE = {"fwd": "staged", "bwd": "staged_backward"}
 DEFAULT_BT = 64
 DEFAULT_BC = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """What a caller insists on.
+    """What a caller insists on, for the pass that the plan or the numerics class is of.
 
     Attributes:
         plan: exactly this plan.
@@ -38,6 +38,13 @@ class Pin:
 
     plan: Plan | None = None
     numerics: str | None = None
+
+    def holds_for(self, problem: Problem) -> bool:
+        """Whether it is about the problem's pass: a pinned forward plan leaves the backward free."""
+        from kda_tl.templates.pipelines import PIPELINES
+
+        name = self.plan.pipeline if self.plan else (self.numerics or "").partition("-")[0]
+        return name not in PIPELINES or PIPELINES[name].direction == problem.direction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +166,8 @@ def resolve(
         what = "nvcc" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
         reason = f"no compiler found: install {what}; the recurrence runs in plain PyTorch"
         return Choice(plan=None, step="reference", source="reference", reason=reason)
+    if pin is not None and not pin.holds_for(problem):
+        pin = None
     if pin is not None and pin.plan is not None:
         plan = parse_plan(pin.plan.as_dict(), problem, device)
         if chunk_size not in (None, plan.BT):
@@ -255,7 +264,12 @@ def choose(problem: Problem, device: Device, chunk_size: int | None = None) -> C
 
 
 @functools.lru_cache(maxsize=512)
-def _build(plan: Plan, problem: Problem, device: Device) -> Program:
+def build_program(plan: Plan, problem: Problem, device: Device) -> Program:
+    """A plan's kernels for a problem without lengths, compiled once a process.
+
+    Raises:
+        CompileError: a kernel does not compile; the message names stage, config and reason.
+    """
     return Program.build(plan, problem, device)
 
 
@@ -268,4 +282,4 @@ def prepare(problem: Problem, device: Device, chunk_size: int | None = None) -> 
     choice = choose(problem, device, chunk_size)
     if choice.plan is None:
         return choice, None
-    return choice, _build(choice.plan, problem.without_lengths(), device)
+    return choice, build_program(choice.plan, problem.without_lengths(), device)

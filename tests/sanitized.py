@@ -13,7 +13,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from cases import draw_call, run_references, sizes_of
+from cases import draw_backward, draw_call, run_references, sizes_of
 
 from kda_tl.device import cuda_device
 from kda_tl.dispatch import default_plan
@@ -50,14 +50,18 @@ class Launch(NamedTuple):
 
 
 def launches(problem: Problem, seed: int) -> list[Launch]:
-    """Every stage of the pass's pipelines, with three configs and inputs in float64."""
+    """Every stage of every pipeline, with three configs and inputs in float64."""
     rng, device = random.Random(seed), cuda_device(0)
-    call = draw_call(problem, LENGTHS, seed)
-    found = []
-    for pipeline in (p for p in PIPELINES.values() if p.direction == problem.direction):
-        plan = default_plan(problem, device)
+    forward = draw_call(problem, LENGTHS, seed)
+    plan, found = default_plan(problem, device), []
+    seen: set[str] = set()
+    for pipeline in PIPELINES.values():
+        call = draw_backward(forward, seed) if pipeline.direction == "bwd" else forward
         case = Case(problem=call.problem, device=device, BT=plan.BT, BC=plan.BC)
         for stage, inputs in run_references(pipeline, case, call.tensors(plan.BT))[1]:
+            if stage.name in seen:  # the backward runs stages of the forward too
+                continue
+            seen.add(stage.name)
             default = stage.default(case)
             others = [config for config in stage.candidates(case) if config != default]
             for config in (default, *rng.sample(others, min(2, len(others)))):

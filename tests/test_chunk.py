@@ -18,7 +18,8 @@ from cases import Call, draw_call, draw_lengths, make_entry, misalign, operator_
 from torch import Tensor
 
 import kda_tl
-from kda_tl import chunk, db, dispatch
+from kda_tl import call as call_module
+from kda_tl import db, dispatch
 from kda_tl.chunk import chunk_kda, explain
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
@@ -101,7 +102,7 @@ def forgetful() -> Iterator[None]:
 
     def forget() -> None:
         dispatch._settings.cache_clear()
-        for memory in (dispatch._choices, chunk._ready, chunk._warned):
+        for memory in (dispatch._choices, call_module._ready, call_module._warned):
             memory.clear()
 
     forget()
@@ -469,20 +470,6 @@ def test_signature_follows_fla() -> None:
     assert all(parameters[name].default in (None, False) for name in names.split()[5:])
 
 
-@pytest.mark.parametrize("name", ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"))
-def test_gradients_are_refused(name: str, seed: int) -> None:
-    call = draw_call(SPECIALISED["safe-fp32"], (20,), seed, varlen=False)
-    arguments = operator_arguments(call)
-    expected, _ = chunk_kda(**arguments)
-    arguments[name] = arguments[name].clone().requires_grad_()
-    with pytest.raises(UnsupportedError, match=f"{name} require gradients.*no_grad"):
-        chunk_kda(**arguments)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            o, _ = chunk_kda(**arguments)
-        assert not o.requires_grad and torch.equal(o, expected)
-
-
 # Without a compiler
 
 
@@ -548,13 +535,13 @@ def test_flags_are_part_of_the_signature(seed: int) -> None:
 def test_packed_and_dense_are_planned_apart(seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence of T tokens either way, but plans are tuned for packed sequences and dense batches apart."""
     asked: list[bool] = []
-    prepare = chunk.prepare
+    prepare = call_module.prepare
 
     def record(problem: Problem, *args: Any) -> Any:
         asked.append(problem.varlen)
         return prepare(problem, *args)
 
-    monkeypatch.setattr(chunk, "prepare", record)
+    monkeypatch.setattr(call_module, "prepare", record)
     for varlen in (False, True):
         assert_right(draw_call(SMALL, (70,), seed, varlen=varlen))
     assert asked == [False, True]
@@ -609,8 +596,8 @@ def test_warm_call_is_silent_and_leaves_nothing_behind(seed: int) -> None:
     call = draw_call(SMALL, (70,), seed, varlen=False)
     arguments = operator_arguments(call)
     chunk_kda(**arguments)
-    known = len(chunk._ready), len(dispatch._choices)
+    known = len(call_module._ready), len(dispatch._choices)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chunk_kda(**arguments)
-    assert (len(chunk._ready), len(dispatch._choices)) == known
+    assert (len(call_module._ready), len(dispatch._choices)) == known

@@ -12,7 +12,9 @@ import torch
 from cases import (
     F64,
     Call,
+    draw_backward,
     draw_call,
+    draw_extreme,
     draw_lengths,
     draw_problem,
     reverse_chunks,
@@ -133,12 +135,17 @@ def draw_config(rng: random.Random, stage: Stage, case: Case, count: int) -> lis
 def test_cpu_kernels_equal_references(stage: Stage, gate: str, seed: int) -> None:
     rng = random.Random(seed)
     problem = draw_problem(rng, gate=gate)
+    pipeline = next(p for p in PIPELINES.values() if stage.name in [s.name for s in p.stages])
     call = draw_call(problem, draw_lengths(rng), seed)
+    if pipeline.direction == "bwd":
+        call = draw_backward(call, seed)
     BT, BC = rng.choice(BT_CHOICES), rng.choice(BC_CHOICES)
     case = call.case(CPU, BT, BC)
-    pipeline = next(p for p in PIPELINES.values() if stage.name in [s.name for s in p.stages])
     _, records = run_references(pipeline, case, call.tensors(BT))
-    inputs = next(inputs for recorded, inputs in records if recorded.name == stage.name)
+    inputs = next((inputs for recorded, inputs in records if recorded.name == stage.name), None)
+    if inputs is None:
+        assert (stage.name, gate) == ("bwd_reduce", "log"), "only this stage may be left out: there are no parameters"
+        return
     for config in draw_config(rng, stage, case, 2):
         kernel = compile_stage(stage, case, config)
         errors = stage_errors(kernel, reverse_chunks(stage, inputs), sizes_of(call, BT))
@@ -146,29 +153,6 @@ def test_cpu_kernels_equal_references(stage: Stage, gate: str, seed: int) -> Non
 
 
 # Gates at their limits
-
-
-def draw_extreme(kind: str, seed: int) -> Call:
-    """A call of 130 tokens whose gate saturates: everywhere, or ("mixed") in a tenth of the places, slow elsewhere."""
-    gate, _, limit = kind.partition(" ")
-    shape = (130, 2, 32)
-    rng = torch.Generator().manual_seed(seed)
-    here = torch.rand(shape, generator=rng) < 0.1
-    slow = torch.full(shape, -4.0, dtype=F64) if gate != "log" else -0.05 * torch.rand(shape, generator=rng, dtype=F64)
-    steepest = -1e4 if gate == "log" else 1e4
-    wild = 1e4 * torch.randn(shape, generator=rng, dtype=F64)
-    g = {
-        "steep": torch.full(shape, steepest, dtype=F64),
-        "flat": torch.full(shape, 0.0 if gate == "log" else -1e4, dtype=F64),
-        "mixed": torch.where(here, steepest, slow),
-        "wild": -wild.abs() if gate == "log" else wild,
-    }[limit]
-    fixed = {"H": 1, "HV": 2, "K": 32, "V": 32, "l2norm": True, "initial_state": True, "final_state": True}
-    problem = draw_problem(
-        random.Random(0), gate=gate, has_A_log=gate != "log", has_dt_bias=False, beta="sigmoid", **fixed
-    )
-    given = {"g": g, "A_log": torch.tensor([0.0, 5.0])} if gate != "log" else {"g": g}
-    return draw_call(problem, (65, 1, 64), seed, **given)
 
 
 extremes = pytest.mark.parametrize(
