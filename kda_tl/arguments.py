@@ -6,6 +6,7 @@ All functions take the operator's arguments by name, as its ``locals()``.
 from __future__ import annotations
 
 import numbers
+import warnings
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ def needs_gradients(a: dict[str, Any]) -> bool:
             " call it under torch.no_grad() or torch.inference_mode(), or on the CPU."
         )
     return bool(needing)
+
+
+def rename_state_layout(old: bool, new: bool) -> bool:
+    """What ``state_v_first`` is when a caller uses its old name, as FLA has it: with a warning, and not both."""
+    if new:
+        raise InputError("pass state_v_first without transpose_state_layout, its old name.")
+    text = "transpose_state_layout is the old name of state_v_first: pass that."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return old
 
 
 def check_flags(a: dict[str, Any]) -> None:

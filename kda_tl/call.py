@@ -171,20 +171,21 @@ def run_reference(ready: Ready, a: dict[str, Any]) -> Any:
         raise UnsupportedError(
             "the reference path has no chunks, so no intermediate states: install a compiler (see `kda-tl doctor`)."
         )
-    o, state = recurrent_kda(
-        *(a[name] for name in ("q", "k", "v", "g", "beta")),
-        scale=ready.constants["scale"],
-        initial_state=a["initial_state"],
-        gate=p.gate,
-        A_log=a["A_log"] if p.has_A_log else None,
-        dt_bias=a["dt_bias"] if p.has_dt_bias else None,
-        lower_bound=ready.constants["lower_bound"],
-        beta_mode=p.beta,
-        use_l2norm=p.l2norm,
-        state_v_first=p.state_v_first,
-        cu_seqlens=torch.tensor(ready.bounds) if p.varlen else None,
-        dtype=torch.float32,
-    )
+    with torch.autocast(a["q"].device.type, enabled=False):  # kernels do not see it either
+        o, state = recurrent_kda(
+            *(a[name] for name in ("q", "k", "v", "g", "beta")),
+            scale=ready.constants["scale"],
+            initial_state=a["initial_state"],
+            gate=p.gate,
+            A_log=a["A_log"] if p.has_A_log else None,
+            dt_bias=a["dt_bias"] if p.has_dt_bias else None,
+            lower_bound=ready.constants["lower_bound"],
+            beta_mode=p.beta,
+            use_l2norm=p.l2norm,
+            state_v_first=p.state_v_first,
+            cu_seqlens=torch.tensor(ready.bounds) if p.varlen else None,
+            dtype=torch.float32,
+        )
     o, ht = o.to(a["q"].dtype), state if p.final_state else None
     if not a["return_intermediate_states"]:
         return o, ht

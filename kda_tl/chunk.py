@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from kda_tl.arguments import check_tensors, needs_gradients, parse_problem
+from kda_tl.arguments import check_tensors, needs_gradients, parse_problem, rename_state_layout
 from kda_tl.autograd import run_differentiable
 from kda_tl.call import find_ready, run_forward, run_reference, token_bounds
 from kda_tl.dispatch import Choice, choose
+from kda_tl.opaque import run_opaque
 
 Tensor = torch.Tensor
 
@@ -37,6 +38,7 @@ def chunk_kda(
     cu_seqlens_cpu: Tensor | None = None,
     return_intermediate_states: bool = False,
     chunk_size: int | None = None,
+    transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over whole sequences, chunk by chunk.
 
@@ -66,6 +68,7 @@ def chunk_kda(
         return_intermediate_states: also return the state before each chunk, in the dtype of q, with chunks of
             ``chunk_size`` (64 unless given) tokens.
         chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given.
+        transpose_state_layout: old name of ``state_v_first``.
 
     Returns:
         (o, final_state), and the intermediate states third if asked for. o: [B, T, HV, V], dtype of q.
@@ -74,11 +77,20 @@ def chunk_kda(
 
     Raises:
         InputError: an argument cannot be used; the message says what to pass instead.
-        UnsupportedError: gradients are needed on a GPU, where the backward has not been checked yet.
+        UnsupportedError: gradients are needed on a GPU, where the backward has not been checked yet; or a second
+            derivative is.
         CompileError: a kernel does not compile on this device.
 
     Source: Kimi Linear, arXiv:2510.26692; names and semantics of FLA v0.6.0 ``fla.ops.kda.chunk_kda``.
     """
+    if transpose_state_layout is not None:
+        state_v_first = rename_state_layout(transpose_state_layout, state_v_first)
+    if torch.compiler.is_compiling():
+        return run_opaque(
+            *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
+            *(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound),
+            *(A_log, dt_bias, state_v_first, cu_seqlens, cu_seqlens_cpu, return_intermediate_states, chunk_size),
+        )
     arguments = locals()
     ready = find_ready(arguments)
     if ready.compute is None:
@@ -104,6 +116,9 @@ def explain(*args: Any, **kwargs: Any) -> Choice:
 
     bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
     bound.apply_defaults()
+    if bound.arguments["transpose_state_layout"] is not None:
+        old, new = bound.arguments["transpose_state_layout"], bound.arguments["state_v_first"]
+        bound.arguments["state_v_first"] = rename_state_layout(old, new)
     check_tensors(bound.arguments)
     bounds = token_bounds(bound.arguments)
     problem, device, chunk_size = parse_problem(bound.arguments, bounds)

@@ -463,11 +463,25 @@ def test_signature_follows_fla() -> None:
     names = (
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
         "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound A_log dt_bias state_v_first cu_seqlens "
-        "cu_seqlens_cpu return_intermediate_states chunk_size"
+        "cu_seqlens_cpu return_intermediate_states chunk_size transpose_state_layout"
     )
     parameters = inspect.signature(chunk_kda).parameters
     assert list(parameters) == names.split()
     assert all(parameters[name].default in (None, False) for name in names.split()[5:])
+
+
+def test_old_name_of_the_state_layout(seed: int) -> None:
+    call = draw_call(replace(SMALL, state_v_first=True), (40,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    expected, expected_ht = chunk_kda(**arguments)
+    old = arguments | {"state_v_first": False, "transpose_state_layout": True}
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        o, ht = chunk_kda(**old)
+    assert torch.equal(o, expected) and torch.equal(ht, expected_ht)
+    with pytest.warns(DeprecationWarning):
+        assert explain(**old) == explain(**arguments)
+    with pytest.raises(InputError, match="without transpose_state_layout"):
+        chunk_kda(**arguments | {"transpose_state_layout": True})
 
 
 # Without a compiler
