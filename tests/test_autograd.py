@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem, operator_arguments, scatter
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -121,6 +123,46 @@ def test_gates_at_their_limits(kind: str, seed: int) -> None:
         assert relative_error(grad.flatten(), expected.flatten()) < 5e-4, name
     for grad in found.values():
         assert grad is None or grad.isfinite().all()
+
+
+@settings(max_examples=6)  # 11 kernels each
+@given(
+    heads=st.sampled_from(((1, 1), (1, 3), (2, 4))),
+    dims=st.sampled_from(((16, 16), (32, 60), (60, 32), (100, 16))),
+    gate=st.sampled_from(("log", "softplus", "safe", "safe without A_log")),
+    flags=st.fixed_dictionaries(
+        {name: st.booleans() for name in ("l2norm", "initial_state", "final_state", "state_v_first")}
+    ),
+    beta=st.sampled_from(BETAS),
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4).filter(any),
+    seed=st.integers(0, 2**31),
+)
+def test_drawn_problems(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    gate: str,
+    flags: dict[str, bool],
+    beta: str,
+    lengths: list[int],
+    seed: int,
+) -> None:
+    """Whatever hypothesis thinks of; a failure is shrunk and printed as code that repeats it."""
+    (H, HV), (K, V), gated = heads, dims, gate != "log"
+    name, _, without = gate.partition(" ")
+    problem = Problem(
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        tokens=0,
+        dtype="fp32",
+        gate=name,
+        has_A_log=gated and not without,
+        has_dt_bias=gated and seed % 2 == 0,
+        beta=beta,
+        **flags,
+    )
+    assert_right(draw_call(problem, lengths, seed))
 
 
 def test_any_strides(seed: int) -> None:
