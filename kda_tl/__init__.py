@@ -18,6 +18,7 @@ from kda_tl.errors import (
 )
 
 if TYPE_CHECKING:
+    from kda_tl import fla
     from kda_tl.chunk import chunk_kda, explain
     from kda_tl.db import use
     from kda_tl.dispatch import pin
@@ -37,6 +38,7 @@ __all__ = [
     "__version__",
     "chunk_kda",
     "explain",
+    "fla",
     "pin",
     "use",
 ]
@@ -51,6 +53,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fla":
+        return importlib.import_module("kda_tl.fla")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)

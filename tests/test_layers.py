@@ -12,7 +12,8 @@ LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers th
     "stage layout workloads db db_file records lookup gpus journal",
     "templates",
     "kernel ffi replay program dispatch measure isolate worker",
-    "chunk call autograd opaque arguments __init__ |"
+    "chunk call autograd opaque arguments fla __init__ |"
+    " tuner search propose stage_search plan_search contest bench trial crew progress static",
     " tuner search propose stage_search plan_search contest bench trial crew progress static",
     "cli",
 )

@@ -1,0 +1,566 @@
+"""Under flash-linear-attention: what we serve there, what we decline and why, and that FLA gets our numbers.
+
+FLA needs Triton even to be imported, so most tests run on a stub of its registry; those of the fixture ``entry`` run on
+the real one as well where it can be imported. On a GPU, FLA's own kernels and layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import draw_call, operator_arguments
+
+import kda_tl
+from kda_tl import fla
+from kda_tl.chunk import chunk_kda
+from kda_tl.device import cpu_device, find_compiler
+from kda_tl.dispatch import Choice
+from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.problem import Problem
+from kda_tl.reference import relative_error
+
+SMALL = Problem(
+    H=1,
+    HV=2,
+    K=32,
+    V=16,
+    tokens=0,
+    dtype="fp32",
+    gate="safe",
+    has_A_log=True,
+    has_dt_bias=True,
+    beta="sigmoid",
+    l2norm=True,
+    initial_state=True,
+    final_state=True,
+    state_v_first=True,
+)
+needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
+
+
+def why_not_importable() -> str:
+    try:
+        importlib.import_module("fla.ops.kda.chunk")
+    except Exception as error:  # without a GPU, Triton and FLA raise what they like
+        return f"FLA cannot be imported: {error}"
+    return ""
+
+
+# A stub: what kda_tl.fla uses of fla/backends.py, FLA 0.6.0, and what FLA makes of it at a call
+
+
+class StubBackend:
+    """Mirrors BaseBackend: a verifier that raises declines; FLA_<TYPE> overrides the backend's own switch."""
+
+    backend_type = "base"
+    priority = 5
+    env_var: str | None = None
+    implementation: Callable[..., Any] | None = None
+    verifier: Callable[..., Any] | None = None
+
+    def is_enabled(self) -> bool:
+        forced = os.environ.get(f"FLA_{self.backend_type.upper()}", "0") != "0"
+        return self.env_var is None or forced or os.environ.get(self.env_var, "1") != "0"
+
+    def verify(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        try:
+            return (True, None) if self.verifier is None else self.verifier(*args, **kwargs)
+        except Exception as error:
+            return False, str(error)
+
+
+class StubRegistry:
+    """Mirrors BackendRegistry, register and dispatch for one function: lower priorities first, one backend a type."""
+
+    def __init__(self) -> None:
+        self.backends: dict[str, StubBackend] = {}
+        self.rejected: list[str | None] = []
+
+    def register(self, entry_point: Any, *, backend: Any, verifier: Any = None, env_var: Any = None) -> Any:
+        if inspect.unwrap(entry_point) is not stub_chunk_kda:
+            raise KeyError(entry_point)
+
+        def decorate(implementation: Callable[..., Any]) -> Callable[..., Any]:
+            made = backend()
+            made.implementation, made.verifier, made.env_var = implementation, verifier, env_var
+            self.backends[made.backend_type] = made
+            return implementation
+
+        return decorate
+
+    def dispatch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for backend in sorted(self.backends.values(), key=lambda b: b.priority):
+                if not backend.is_enabled():
+                    continue
+                accepted, reason = backend.verify(*args, **kwargs)
+                if accepted and backend.implementation is not None:
+                    return backend.implementation(*args, **kwargs)
+                self.rejected.append(reason)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+
+def stub_chunk_kda(  # the signature of fla/ops/kda/chunk.py, FLA 0.6.0
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: Any = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: Any = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: Any = None,
+    **kwargs: Any,
+) -> str:
+    return "FLA's own"
+
+
+def install_stub(patch: pytest.MonkeyPatch, **changes: Any) -> StubRegistry:
+    """Puts the stub where FLA's modules are imported from."""
+    registry = StubRegistry()
+    for name in ("fla", "fla.backends", "fla.ops", "fla.ops.kda", "fla.ops.kda.chunk"):
+        patch.setitem(sys.modules, name, types.ModuleType(name))
+    held = {
+        ("fla", "__version__"): "0.6.0",
+        ("fla.backends", "BaseBackend"): StubBackend,
+        ("fla.backends", "register"): registry.register,
+        ("fla.ops.kda.chunk", "chunk_kda"): changes.get("chunk_kda", registry.dispatch(stub_chunk_kda)),
+    }
+    for (module, name), value in held.items():
+        setattr(sys.modules[module], name, value)
+    return registry
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubRegistry:
+    return install_stub(monkeypatch)
+
+
+@pytest.fixture(params=("stub", "real"))
+def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """FLA's ``chunk_kda`` with our backend, which is gone after the test."""
+    if request.param == "stub":
+        install_stub(monkeypatch)
+    elif reason := why_not_importable():
+        pytest.skip(reason)
+    with registered() as function:
+        yield function
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[Callable[..., Any]]:
+    """FLA's ``chunk_kda`` with our backend inside a ``with`` block; the real registry is left as it was."""
+    fla.register()
+    function = sys.modules["fla.ops.kda.chunk"].chunk_kda
+    yield function
+    registries = getattr(sys.modules["fla.backends"], "_function_registries", {})  # the stub goes with its test
+    if registries:
+        del registries[inspect.unwrap(function)]._backends[fla.BACKEND]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Arguments that reached our operator through FLA."""
+    calls: list[dict[str, Any]] = []
+
+    def record(**arguments: Any) -> Any:
+        calls.append(arguments)
+        return chunk_kda(**arguments)
+
+    monkeypatch.setattr(fla, "chunk_kda", record)
+    return calls
+
+
+def arguments_of(problem: Problem, seed: int, lengths: tuple[int, ...] = (70,), device: str = "cpu") -> dict[str, Any]:
+    """Arguments of chunk_kda, which FLA's takes by the same names."""
+    varlen = len(lengths) > 1
+    return operator_arguments(draw_call(problem, lengths, seed, varlen=varlen, device=device))
+
+
+def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# Registration
+
+
+def test_is_an_attribute_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kda_tl, "fla")
+    assert kda_tl.fla is fla
+
+
+def test_registering_twice_is_registering_once(stub: StubRegistry) -> None:
+    for _ in range(2):
+        fla.register()
+        assert list(stub.backends) == ["kda_tl"]
+
+
+@needs_compiler
+def test_is_asked_before_the_others(stub: StubRegistry, served: list[Any], seed: int) -> None:
+    other = StubBackend()
+    other.priority, other.implementation = 3, lambda *args, **kwargs: "another"  # FlashKDA's priority
+    stub.backends["other"] = other
+    fla.register()
+    function = sys.modules["fla.ops.kda.chunk"].chunk_kda
+    arguments = arguments_of(SMALL, seed)
+    assert len(function(**arguments)) == 2 and len(served) == 1
+    assert function(**arguments, use_graph=True) == "another" and len(served) == 1
+
+
+def test_real_signature_is_known(entry: Callable[..., Any]) -> None:
+    names = inspect.signature(entry).parameters
+    assert tuple(names) == (*fla._FLA_ARGUMENTS, "kwargs")
+
+
+def test_without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(UnsupportedError, match="not installed: `pip install flash-linear-attention`"):
+        kda_tl.fla.register()
+
+
+def test_fla_without_its_dependencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("__version__ = '0.6.0'\n")
+    (tmp_path / "fla" / "backends.py").write_text("import no_such_triton\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"FLA 0.6.0 cannot be imported \(No module named 'no_such_triton'\)"):
+        fla.register()
+    for name in ("fla", "fla.backends"):  # what this test imported goes with it
+        sys.modules.pop(name, None)
+
+
+def test_older_fla_has_no_registry(stub: StubRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla.backends", types.ModuleType("fla.backends"))
+    sys.modules["fla"].__dict__["__version__"] = "0.5.0"
+    with pytest.raises(UnsupportedError, match=r"FLA 0\.5\.0 has no registry.*install flash-linear-attention 0\.6\.0"):
+        fla.register()
+
+
+def test_function_without_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunk_kda(*args: Any) -> None: ...
+
+    chunk_kda.__dict__["__signature__"] = inspect.signature(stub_chunk_kda)
+    install_stub(monkeypatch, chunk_kda=chunk_kda)
+    with pytest.raises(UnsupportedError, match="no registry of backends for chunk_kda"):
+        fla.register()
+
+
+def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_stub(monkeypatch, chunk_kda=lambda q, k, v, beta, g: None)
+    with pytest.raises(UnsupportedError, match="takes other arguments than FLA 0.6.0"):
+        fla.register()
+
+
+def test_fla_that_asks_no_backend_is_told(stub: StubRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    with pytest.warns(KdaTlWarning, match="FLA_DISABLE_BACKEND_DISPATCH=1") as warned:
+        fla.register()
+    assert warned[0].filename == __file__
+
+
+# Calls that we serve
+
+PACKED = (3, 0, 70, 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("lengths", ((70,), PACKED), ids=("dense", "packed"))
+def test_gives_our_numbers(entry: Callable[..., Any], served: list[Any], lengths: tuple[int, ...], seed: int) -> None:
+    arguments = arguments_of(SMALL, seed, lengths)
+    ours = chunk_kda(**arguments)
+    assert_same(entry(**arguments), ours)
+    in_order = [arguments.pop(name) for name in fla._FLA_ARGUMENTS[:14]]
+    assert_same(entry(*in_order, **arguments), ours)
+    assert len(served) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("given", ({}, {"chunk_size": 64}), ids=("unset", "64"))
+def test_intermediate_states(entry: Callable[..., Any], served: list[Any], given: dict[str, int], seed: int) -> None:
+    """Before every 64 tokens unless told otherwise, as FLA's."""
+    arguments = arguments_of(SMALL, seed, (130, 5)) | {"return_intermediate_states": True}
+    with torch.inference_mode():
+        found = entry(**arguments, **given)
+    assert_same(found, chunk_kda(**arguments, chunk_size=64))
+    assert found[2].shape[:2] == (1, 4) and len(served) == 1
+
+
+def test_every_argument_arrives(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "chunk_kda", lambda **arguments: arguments)
+    order = fla._FLA_ARGUMENTS
+    further = {"A_log": "A", "dt_bias": "b", "chunk_size": 32}
+    only_theirs = {"disable_recompute", "cp_context", "use_graph", "max_num_seqs"}
+    expected = {name: name for name in order if name not in only_theirs} | further
+    for n in (0, 5, len(order)):
+        assert fla._run(*order[:n], **{name: name for name in order[n:]}, **further) == expected
+    assert expected.keys() == inspect.signature(chunk_kda).parameters.keys()
+
+
+GATES = {
+    "softplus": {"gate": "softplus", "beta": "sigmoid2", "has_dt_bias": False},
+    "log": {"gate": "log", "beta": "plain", "has_A_log": False, "has_dt_bias": False, "state_v_first": False},
+    "safe": {"has_A_log": False, "initial_state": False, "final_state": False, "l2norm": False},
+    "wide": {"K": 256, "V": 256, "dtype": "bf16", "g_dtype": "fp32"},
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_accepts(name: str, seed: int) -> None:
+    arguments = arguments_of(replace(SMALL, **GATES[name]), seed)
+    assert fla._verify(**arguments) == (True, None)
+    assert fla._verify(**arguments | {"chunk_size": 32, "output_final_state": None}) == (True, None)
+
+
+@needs_compiler
+def test_what_makes_no_difference(entry: Callable[..., Any], served: list[Any], seed: int) -> None:
+    arguments = arguments_of(SMALL, seed)
+    ours = chunk_kda(**arguments)
+    for hint in ({"disable_recompute": True}, {"max_num_seqs": 7}, {"cp_context": None}, {"use_graph": False}):
+        assert_same(entry(**arguments, **hint), ours)
+    assert len(served) == 4
+
+
+@needs_compiler
+def test_old_name_of_state_v_first(entry: Callable[..., Any], served: list[Any], seed: int) -> None:
+    arguments = arguments_of(SMALL, seed)
+    ours = chunk_kda(**arguments)
+    arguments["transpose_state_layout"] = arguments.pop("state_v_first")
+    with pytest.warns(DeprecationWarning, match="pass state_v_first"):
+        assert_same(entry(**arguments), ours)
+    assert len(served) == 1
+
+
+@needs_compiler
+def test_gradients_on_the_cpu(entry: Callable[..., Any], served: list[Any], seed: int) -> None:
+    """disable_recompute is accepted: the gradients are the same, from intermediates computed again."""
+    for hint in (False, True):
+        arguments = arguments_of(SMALL, seed)
+        arguments["g"].requires_grad_()
+        assert all(x.requires_grad for x in entry(**arguments, disable_recompute=hint))
+    assert len(served) == 2
+
+
+def test_on_the_cpu_the_reference_serves(
+    stub: StubRegistry, served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLA has no kernels there at all."""
+    no_compiler(monkeypatch)
+    assert fla._verify(**arguments_of(SMALL, seed)) == (True, None)
+
+
+def test_verifier_leaves_lengths_on_the_device(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Reading them waits for the device; the call itself does, once."""
+    arguments = arguments_of(SMALL, seed, PACKED)
+
+    def read(self: torch.Tensor) -> Any:
+        raise RuntimeError("read back")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    assert fla._verify(**arguments) == (True, None)
+
+
+def test_what_only_the_lengths_tell_is_our_error(stub: StubRegistry, seed: int) -> None:
+    fla.register()
+    arguments = arguments_of(SMALL, seed, PACKED)
+    for bad in ([0, 6, 4, 4, 74], [[0, 3, 3, 73, 74]]):
+        with pytest.raises(InputError, match="cu_seqlens"):
+            sys.modules["fla.ops.kda.chunk"].chunk_kda(**arguments | {"cu_seqlens": torch.tensor(bad)})
+
+
+# Calls that we decline
+
+
+def no_compiler(patch: pytest.MonkeyPatch) -> None:
+    choice = Choice(plan=None, step="reference", source="reference", reason="no compiler found")
+    patch.setattr(fla, "choose", lambda *args: choice)
+
+
+def zeros(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(*shape, **options)
+
+
+DECLINED: dict[str, tuple[dict[str, Any], str]] = {
+    "cp_context": ({"cp_context": object()}, "no context parallelism: leave cp_context out"),
+    "use_graph": ({"use_graph": True}, "use_graph=True is FLA's own"),
+    "unknown keywords": ({"head_first": True, "a": 1}, "does not know the keywords a, head_first"),
+    "both names": ({"transpose_state_layout": True}, "old name of state_v_first"),
+    "dtype": ({"q": zeros(1, 70, 1, 32, dtype=torch.float64)}, "q must be bfloat16, float16 or float32"),
+    "mixed dtypes": ({"k": zeros(1, 70, 1, 32, dtype=torch.bfloat16)}, "k must have the dtype of q"),
+    "state dtype": ({"initial_state": zeros(1, 2, 16, 32, dtype=torch.bfloat16)}, "initial_state must be float32"),
+    "K": (
+        {"q": zeros(1, 70, 1, 257), "k": zeros(1, 70, 1, 257), "g": zeros(1, 70, 2, 257), "dt_bias": None},
+        "K=257 is not supported: pass 256 or less",
+    ),
+    "V": ({"v": zeros(1, 70, 2, 300), "initial_state": None}, "V=300 is not supported: pass 256 or less"),
+    "lower_bound": ({"safe_gate": False, "lower_bound": -9.0}, r"lower_bound must be in \[-5, 0\), got -9"),
+    "chunk_size": ({"chunk_size": 48}, "chunk_size must be one of"),
+    "device": ({"q": zeros(1, 70, 1, 32, device="meta")}, "on a CUDA device or the CPU, got meta"),
+    "no queries": ({"q": None}, "q must be a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_declines_with_a_reason(stub: StubRegistry, served: list[Any], case: str, seed: int) -> None:
+    changes, sentence = DECLINED[case]
+    fla.register()
+    function = sys.modules["fla.ops.kda.chunk"].chunk_kda
+    assert function(**arguments_of(SMALL, seed) | changes) == "FLA's own" and not served
+    (reason,) = stub.rejected
+    assert reason and re.search(sentence, reason), reason
+
+
+def test_declines_arguments_given_twice(seed: int) -> None:
+    arguments = arguments_of(SMALL, seed)
+    for args in ((arguments["q"],), tuple(range(23))):
+        accepted, reason = fla._verify(*args, **arguments)
+        assert not accepted and "positional" in str(reason)
+
+
+def test_declines_intermediate_states_with_gradients(seed: int) -> None:
+    arguments = arguments_of(SMALL, seed) | {"return_intermediate_states": True}
+    arguments["v"].requires_grad_()
+    accepted, reason = fla._verify(**arguments)
+    assert not accepted and "carry no gradient" in str(reason)
+    with torch.no_grad():
+        assert fla._verify(**arguments) == (True, None)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> dict[str, Any]:
+    monkeypatch.setattr("kda_tl.arguments.cuda_device", lambda index: cpu_device())
+    arguments = arguments_of(SMALL, seed)
+    return arguments | {"q": arguments["q"].as_subclass(OnGpu)}
+
+
+def test_declines_gradients_on_a_gpu(on_gpu: dict[str, Any]) -> None:
+    assert fla._verify(**on_gpu) == (True, None)
+    on_gpu["A_log"].requires_grad_()
+    accepted, reason = fla._verify(**on_gpu)
+    assert not accepted and str(reason).startswith("A_log require gradients")
+    with torch.no_grad():
+        assert fla._verify(**on_gpu) == (True, None)
+
+
+def test_declines_without_a_compiler_on_a_gpu(on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    accepted, reason = fla._verify(**on_gpu)
+    assert not accepted and "found no compiler for this GPU: install nvcc" in str(reason)
+
+
+@needs_compiler
+def test_switch_is_read_at_every_call(
+    stub: StubRegistry, served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fla.register()
+    function = sys.modules["fla.ops.kda.chunk"].chunk_kda
+    arguments = arguments_of(SMALL, seed)
+    for value, calls in (("1", 1), ("0", 1), ("1", 2), ("0", 2)):
+        monkeypatch.setenv("KDA_TL_FLA", value)
+        assert (function(**arguments) == "FLA's own") == (value == "0") and len(served) == calls
+
+
+# On a GPU, the real FLA
+
+
+@pytest.fixture
+def real() -> Iterator[Callable[..., Any]]:
+    if reason := why_not_importable():
+        pytest.skip(reason)
+    with registered() as function:
+        yield function
+
+
+BF16 = replace(SMALL, H=2, HV=4, K=128, V=128, dtype="bf16")
+PEERS_AGREE = 2e-2  # each is within 6e-3 of the recurrence
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ((200,), (130, 70)), ids=("dense", "packed"))
+def test_fla_returns_our_numbers(
+    real: Callable[..., Any],
+    lengths: tuple[int, ...],
+    served: list[Any],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = arguments_of(BF16, seed, lengths, "cuda")
+    arguments["A_log"].requires_grad_()
+    if arguments["cu_seqlens"] is not None:
+        arguments["cu_seqlens"] = arguments["cu_seqlens"].long()
+    with torch.no_grad():
+        ours = chunk_kda(**arguments)
+        assert_same(real(**arguments), ours)
+        assert len(served) == 1
+        monkeypatch.setenv("KDA_TL_FLA", "0")
+        own = real(**arguments)
+    assert len(served) == 1
+    assert max(relative_error(a, b.double()) for a, b in zip(own, ours, strict=True)) < PEERS_AGREE
+
+
+@pytest.mark.gpu
+def test_fla_keeps_training(
+    real: Callable[..., Any], served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLA_TILELANG", "0")  # its Triton kernels; those in TileLang want a tilelang of their own
+    arguments = arguments_of(BF16, seed, (200,), "cuda")
+    arguments["v"].requires_grad_()
+    o, _ = real(**arguments)
+    o.sum().backward()
+    assert not served and arguments["v"].grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("safe", (False, True), ids=("softplus", "safe"))
+def test_fla_layer_runs_on_us(
+    real: Callable[..., Any], safe: bool, served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = pytest.importorskip("fla.layers", reason="FLA's layers need transformers", exc_type=ImportError)
+    torch.manual_seed(seed)
+    gate = {"safe_gate": True, "lower_bound": -5.0} if safe else {}
+    layer = layers.KimiDeltaAttention(hidden_size=256, head_dim=128, num_heads=2, layer_idx=0, **gate)
+    layer = layer.to("cuda", torch.bfloat16).eval()
+    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours, *_ = layer(x)
+        assert len(served) == 1
+        monkeypatch.setenv("KDA_TL_FLA", "0")
+        own, *_ = layer(x)
+    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
