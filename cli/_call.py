@@ -1,44 +1,107 @@
-"""The operator as a user calls it, against its judge, the float64 recurrence."""
+"""The operator as a user calls it, against its judge, the float64 recurrence; of a backward, every gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kda_tl.arguments import TENSORS
 from kda_tl.chunk import chunk_kda
 from kda_tl.dispatch import pin
-from kda_tl.reference import activate_beta, l2norm, recurrent_kda, relative_error
+from kda_tl.reference import (
+    activate_beta,
+    gradient_name,
+    l2norm,
+    recurrent_gradients,
+    recurrent_kda,
+    relative_error,
+)
 from kda_tl.stage import Plan
+from kda_tl.workloads import draw_gradients
 
 Inputs = Mapping[str, Any]
+Launch = Callable[[], Any]
 
 
-def run_recurrence(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """``o`` and ``ht`` of the float64 recurrence on the operator's arguments."""
-    computed, lower_bound = inputs["use_gate_in_kernel"], inputs["lower_bound"]
-    o, ht = recurrent_kda(
-        *(inputs[name] for name in ("q", "k", "v", "g", "beta")),
-        initial_state=inputs.get("initial_state"),
-        gate="log" if not computed else "softplus" if lower_bound is None else "safe",
-        A_log=inputs.get("A_log"),
-        dt_bias=inputs.get("dt_bias"),
-        lower_bound=lower_bound,
-        beta_mode="sigmoid" if inputs["use_beta_sigmoid_in_kernel"] else "plain",
-        use_l2norm=inputs["use_qk_l2norm_in_kernel"],
-        state_v_first=inputs.get("state_v_first", False),
-        cu_seqlens=inputs.get("cu_seqlens_cpu"),
-    )
-    return {"o": o, "ht": ht}
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """A call on the record of autograd, ready for its backward.
+
+    Attributes:
+        leaves: the tensors of the call by name, copies that require gradients.
+        outputs: o, and the final state if it was asked for.
+        gradients: do, and dht.
+    """
+
+    leaves: Mapping[str, torch.Tensor]
+    outputs: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, inputs: Inputs, plan: Plan | None) -> Recorded:
+        """Calls the forward; the backward will run a plan, the one that serves unless given."""
+        given = {name: inputs.get(name) for name in TENSORS}
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+        with torch.enable_grad(), pin(plan):
+            o, ht = chunk_kda(**{**inputs, **leaves})[:2]
+        seeds = draw_gradients(o, ht)
+        outputs, gradients = (tuple(x for x in pair if x is not None) for pair in ((o, ht), seeds))
+        return cls(leaves=leaves, outputs=outputs, gradients=gradients)
+
+    def run_backward(self) -> tuple[torch.Tensor, ...]:
+        """Gradients of the leaves, in their order; may be called again."""
+        return torch.autograd.grad(self.outputs, list(self.leaves.values()), self.gradients, retain_graph=True)
 
 
-def measure_errors(inputs: Inputs, plan: Plan | None) -> dict[str, float]:
-    """Relative errors of what the operator returns, run with one plan."""
-    with torch.no_grad():
+def make_launch(inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
+    """One pass of the operator, to be timed: the forward, or the backward of a forward that was called before.
+
+    Args:
+        inputs: the operator's arguments.
+        direction: "fwd" or "bwd".
+        plan: of that pass; the one that serves unless given.
+    """
+    if direction == "bwd":
+        return Recorded.of(inputs, plan).run_backward
+    if plan is None:
+        return functools.partial(chunk_kda, **inputs)
+
+    def run_pinned() -> Any:
         with pin(plan):
-            outputs = dict(zip(("o", "ht"), chunk_kda(**inputs), strict=False))
-        truth = run_recurrence(inputs)
+            return chunk_kda(**inputs)
+
+    return run_pinned
+
+
+def _describe_recurrence(inputs: Inputs) -> dict[str, Any]:
+    """Arguments of the recurrence from those of the operator."""
+    computed, lower_bound = inputs["use_gate_in_kernel"], inputs["lower_bound"]
+    return {
+        **{name: inputs.get(name) for name in TENSORS},
+        "gate": "log" if not computed else "softplus" if lower_bound is None else "safe",
+        "lower_bound": lower_bound,
+        "beta_mode": "sigmoid" if inputs["use_beta_sigmoid_in_kernel"] else "plain",
+        "use_l2norm": inputs["use_qk_l2norm_in_kernel"],
+        "state_v_first": inputs.get("state_v_first", False),
+        "cu_seqlens": inputs.get("cu_seqlens_cpu"),
+    }
+
+
+def measure_errors(inputs: Inputs, plan: Plan | None, direction: str = "fwd") -> dict[str, float]:
+    """Relative errors of what a pass of the operator returns, run with one plan: o and ht, or all gradients."""
+    arguments = _describe_recurrence(inputs)
+    if direction == "bwd":
+        call = Recorded.of(inputs, plan)
+        outputs = dict(zip(map(gradient_name, call.leaves), call.run_backward(), strict=True))
+        truth = recurrent_gradients(arguments, *call.gradients)
+    else:
+        with torch.no_grad():
+            outputs = dict(zip(("o", "ht"), make_launch(inputs, direction, plan)(), strict=False))
+            truth = dict(zip(("o", "ht"), recurrent_kda(**arguments), strict=True))
     return {name: relative_error(x, truth[name]) for name, x in outputs.items() if x is not None}
 
 

@@ -65,10 +65,12 @@ def measure_ceilings(device: Device) -> Ceilings:
 
 
 def call_bytes(problem: Problem) -> int:
-    """Bytes that any way to compute the forward must move: its inputs once in, its outputs once out."""
+    """Bytes that any way to compute a pass must move: its inputs once in, its outputs once out."""
     p = problem
     size = {"bf16": 2, "fp16": 2, "fp32": 4}
     io = size[p.dtype]
-    token = (2 * p.H * p.K + 2 * p.HV * p.V) * io + p.HV * p.K * size[p.g_dtype] + p.HV * size[p.beta_dtype]
-    states = p.sequences * p.HV * p.K * p.V * 4 * (p.initial_state + p.final_state)
-    return p.tokens * token + states
+    token = (2 * p.H * p.K + p.HV * p.V) * io + p.HV * p.K * size[p.g_dtype] + p.HV * size[p.beta_dtype]
+    states = p.initial_state + p.final_state
+    if p.direction == "bwd":  # a gradient for each of these, and do instead of o
+        token, states = 2 * token, states + p.initial_state
+    return p.tokens * (token + p.HV * p.V * io) + p.sequences * p.HV * p.K * p.V * 4 * states

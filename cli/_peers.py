@@ -17,6 +17,8 @@ MODULES = {"fla": "fla.ops.kda", "cudnn": "cudnn.linear_attention"}
 
 def find_peers(workload: Workload, inputs: dict[str, Any]) -> tuple[dict[str, Call], dict[str, str]]:
     """Calls of the peers that can be imported and serve this workload, and why the others are left out."""
+    if workload.direction == "bwd":
+        return {}, dict.fromkeys(MODULES, "peers are timed in the forward only: pass a forward workload")
     calls: dict[str, Call] = {}
     left_out: dict[str, str] = {}
     for name, make in (("fla", _call_fla), ("cudnn", _call_cudnn)):

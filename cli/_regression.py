@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from kda_tl.bench import torch_device
-from kda_tl.chunk import chunk_kda
+from kda_tl.cli._call import make_launch
 from kda_tl.cli._console import Terminal, format_us
 from kda_tl.cli.verify import Finding, Subject
 from kda_tl.device import Device
-from kda_tl.dispatch import default_plan, pin
+from kda_tl.dispatch import default_plan
+from kda_tl.errors import UnsupportedError
 from kda_tl.measure import summarise, time_interleaved
-from kda_tl.stage import Plan
 
 ROUNDS = 3
 MAX_BAD_ROUNDS = 1
@@ -31,20 +32,20 @@ def check_speed(subject: Subject, device: Device, terminal: Terminal) -> Finding
     workload, problem = subject.workload, subject.workload.problem()
     chunks = -(-workload.tokens // subject.plan.BT) * problem.HV
     if chunks < device.num_sms:
-        return Finding(subject=subject.name, check="speed", passed=True, detail="smaller than a wave: not gated.")
+        return replace(finding, detail="smaller than a wave: not gated.")
     default = default_plan(problem, device)
     if default == subject.plan:
         return finding
     where = torch_device(device)
     inputs = workload.inputs(where)
-
-    def launch(plan: Plan) -> None:
-        with torch.no_grad(), pin(plan):
-            chunk_kda(**inputs)
-
-    launches = {"plan": lambda: launch(subject.plan), "default": lambda: launch(default)}
+    plans = {"plan": subject.plan, "default": default}
+    try:
+        launches = {name: make_launch(inputs, workload.direction, plan) for name, plan in plans.items()}
+    except UnsupportedError as error:
+        return replace(finding, detail=f"not timed: {error}")
     reps = 3 if device.kind == "cpu" else 20
-    rounds = [time_interleaved(launches, where, rounds=SUBROUNDS, reps=reps) for _ in range(ROUNDS)]
+    with torch.no_grad():
+        rounds = [time_interleaved(launches, where, rounds=SUBROUNDS, reps=reps) for _ in range(ROUNDS)]
     bad = [r for r in rounds if is_slower(r["plan"], r["default"])]
     times = ", ".join(
         f"{format_us(statistics.median(r['plan']))} against {format_us(statistics.median(r['default']))}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kda_tl.bench import operator_tensors, torch_device
-from kda_tl.chunk import chunk_kda
+from kda_tl.cli._call import make_launch
 from kda_tl.cli._console import one_line
 from kda_tl.cli._floor import Ceilings, Row, call_bytes
 from kda_tl.cli._peers import find_peers
@@ -24,7 +24,7 @@ from kda_tl.stage import Case, Cost, Stage
 from kda_tl.workloads import Workload
 
 OURS = "kda_tl"
-Call = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+Call = Callable[[], tuple[Any, ...]]  # of tensors; the first is compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +120,18 @@ def _time_stages(
 def _time_calls(
     workload: Workload, device: Device, ceilings: Ceilings, settings: Settings, program: Program
 ) -> tuple[tuple[CallRow, ...], dict[str, str]]:
-    """The operator and its peers, round by round in turns."""
+    """The operator and its peers, round by round in turns; of a backward, without the forward before it."""
     where = torch_device(device)
     inputs = workload.inputs(where)
-    calls: dict[str, Call] = {OURS: lambda: chunk_kda(**inputs)[:2]}
+    calls: dict[str, Call] = {OURS: make_launch(inputs, workload.direction)}
     left_out: dict[str, str] = {}
     if settings.peers:
         peers, left_out = find_peers(workload, inputs)
         calls |= peers
     outputs = _try_calls(calls, left_out)
     calls = {name: calls[name] for name in outputs}
-    graphs = {name: graph for name, call in calls.items() if (graph := _capture(call, device))}
+    eager_only = workload.direction == "bwd"  # it runs on the stream of its forward, which is not captured
+    graphs = {name: graph for name, call in calls.items() if not eager_only and (graph := _capture(call, device))}
     eager = time_interleaved(calls, where, rounds=settings.rounds, reps=settings.reps)
     replayed = time_interleaved(graphs, where, rounds=settings.rounds, reps=settings.reps)
     eager_us, graph_us = ({name: summarise(x)[0] for name, x in rounds.items()} for rounds in (eager, replayed))

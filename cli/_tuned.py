@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
-from kda_tl.bench import torch_device
-from kda_tl.chunk import chunk_kda
-from kda_tl.cli._call import measure_errors
+from kda_tl.bench import PLAN_CHECK_TOKENS, torch_device
+from kda_tl.cli._call import make_launch, measure_errors
 from kda_tl.cli._console import ExitCode, Terminal, format_error, format_ratio, format_us, make_table
 from kda_tl.db import reload, use
 from kda_tl.device import Device
-from kda_tl.dispatch import choose, pin
+from kda_tl.dispatch import choose
+from kda_tl.errors import UnsupportedError
 from kda_tl.measure import ratio_ci, summarise, time_interleaved
 from kda_tl.progress import StageResult, TuneReport, WorkloadReport
 from kda_tl.stage import Plan
 from kda_tl.workloads import Workload
 
-CHECKED_TOKENS = 2048  # the recurrence walks token by token in float64
+# The recurrence walks token by token in float64; autograd keeps two states a token, 17 MB for 64 heads of 128 by 128.
+CHECKED_TOKENS = {"fwd": 2048, "bwd": PLAN_CHECK_TOKENS}
 ROUNDS = 5
 
 
@@ -47,10 +48,13 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
         for found in report.workloads:
             if found.entry is not None:
                 terminal.note(f"Calling chunk_kda for {found.workload.name} with the plan that was stored.")
-                served[found.workload.name] = serve(found.workload, found.default, report.device)
+                try:
+                    served[found.workload.name] = serve(found.workload, found.default, report.device)
+                except UnsupportedError as error:  # the plan is right all the same: it was checked before it was stored
+                    terminal.note(f"The call is refused: {error}")
     values = {
         "gpu": report.device.slug,
-        "journal": str(report.journal),
+        "journals": [str(path) for path in report.journals],
         "database": str(directory),
         "seconds": report.seconds,
         "workloads": [_as_dict(found, served.get(found.workload.name)) for found in report.workloads],
@@ -60,18 +64,20 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
 
 
 def serve(workload: Workload, default: Plan, device: Device) -> Served:
-    """Calls the operator as a user would: once checked against the recurrence, then timed against the default."""
+    """Calls the operator as a user would: once checked against the recurrence, then timed against the default.
+
+    For a backward the forward is called too, and the backward alone is timed.
+
+    Raises:
+        UnsupportedError: the operator refuses the pass on this device.
+    """
     where = torch_device(device)
     choice = choose(workload.problem(), device)
-    checked = workload.trimmed(CHECKED_TOKENS)
-    errors = measure_errors(checked.inputs(where), choice.plan)
+    checked = workload.trimmed(CHECKED_TOKENS[workload.direction])
+    errors = measure_errors(checked.inputs(where), choice.plan, workload.direction)
     inputs = workload.inputs(where)
-
-    def run_default() -> Any:
-        with pin(default):
-            return chunk_kda(**inputs)
-
-    launches = {"tuned": lambda: chunk_kda(**inputs), "default": run_default}
+    plans = {"tuned": None, "default": default}
+    launches = {name: make_launch(inputs, workload.direction, plan) for name, plan in plans.items()}
     with torch.no_grad():
         rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
     ratio, low, high = ratio_ci(rounds["default"], rounds["tuned"])
@@ -101,12 +107,14 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
                 table.add_row(found.workload.name, plan["pipeline"], f"{plan['BT']}/{plan['BC']}", *times)
         yield table
         yield "error: of chunk_kda, relative to the float64 recurrence."
+        if any(found.workload.direction == "bwd" for found in report.workloads):
+            yield "Of a backward: time without the forward, error of the worst gradient."
     for found in report.workloads:
         if found.failure:
             yield f"{found.workload.name}: {found.failure}"
     paths = sorted({str(found.path) for found in report.workloads if found.path})
     yield from (f"Plans are in {path}" for path in paths)
-    yield f"Trials are in {report.journal}"
+    yield from (f"Trials are in {path}" for path in report.journals)
 
 
 def _stage_table(stages: list[StageResult]) -> Any:

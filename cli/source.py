@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kda_tl import templates
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.note(note)
     described = args.workload is None and args.heads is not None and args.tokens is not None
     problem = read_problem(args, None if described else args.workload or WORKLOAD[device.kind])
+    problem = _turn(problem, stage)
     with open_database(args.db):
         case, config = _choose(stage, problem, device, args)
     terminal.note(f"{stage.name} for {problem.key} on {device.slug}, BT={case.BT}, BC={case.BC}, {config}")
@@ -53,6 +55,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     else:
         terminal.out.file.write(source)
     return ExitCode.OK
+
+
+def _turn(problem: Problem, stage: Stage) -> Problem:
+    """The problem in a pass that has the stage: its own, if it is among them."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    passes = [p.direction for p in PIPELINES.values() if stage.name in {s.name for s in p.stages}]
+    return problem if problem.direction in passes or not passes else replace(problem, direction=passes[0])
 
 
 def _choose(stage: Stage, problem: Problem, device: Device, args: argparse.Namespace) -> tuple[Case, Config]:

@@ -19,15 +19,24 @@ from kda_tl.kernel import TORCH_DTYPE, Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.measure import check
 from kda_tl.program import Program
-from kda_tl.reference import recurrent_kda
+from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec
 from kda_tl.templates.pipelines import Pipeline
-from kda_tl.workloads import LOWER_BOUND, Workload
+from kda_tl.workloads import LOWER_BOUND, Workload, draw_gradients
 
 STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
 PLAN_CHECK_TOKENS = 320
-PLAN_TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-3}
+# Roundings of a chain of stages add in quadrature: at their limits, 1.2e-2 in bf16 for intra, wy, state and output, and
+# 1.7e-2 for the eight stages from a gradient to dg. A right forward stays under half of that (4.5e-3 with slow gates on
+# an H200). The backward may take most of it: dg and dA_log are differences of larger terms. fp32 is tf32 on a GPU.
+_TOLERANCE = {
+    "fwd": {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-3},
+    "bwd": {"bf16": 1.5e-2, "fp16": 5e-3, "fp32": 5e-3},
+}
+# No matrix unit rounds its operands there. Backward: eleven stages of 2e-5 at most; what they lose in dA_log adds up.
+_TOLERANCE_FP32_ON_CPU = {"fwd": 1e-5, "bwd": 2e-4}
 _BASE_TRIES = 8
+_SEQUENCES = ("q", "k", "v", "g", "beta")
 
 Tensors = Mapping[str, Any]
 
@@ -72,49 +81,71 @@ def operator_tensors(
     workload: Workload, BT: int, device: torch.device, *, seed: int = 0
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """What a pipeline takes, tokens flattened over the batch, and the sizes its kernels are launched with."""
-    inputs = workload.inputs(device, seed)
     layout = make_layout(workload.bounds, BT, device)
+    tables = {"chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+    sizes = {"tokens": workload.tokens, "NT": layout.NT, "N": layout.N}
+    return _flatten_inputs(workload, device, seed) | tables, sizes
+
+
+def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict[str, Any]:
+    """Tensors and numbers of a call as a pipeline takes them."""
+    inputs = workload.inputs(device, seed)
     bias = inputs.get("dt_bias")
-    tensors: dict[str, Any] = {name: inputs[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}
+    tensors: dict[str, Any] = {name: inputs[name].flatten(0, 1) for name in _SEQUENCES}
     tensors |= {
         "A_log": inputs.get("A_log"),
         "dt_bias": None if bias is None else bias.view(workload.HV, workload.K),
         "h0": None,
-        "chunk_tokens": layout.chunk_tokens,
-        "seq_chunks": layout.seq_chunks,
         "scale": workload.K**-0.5,
         "lower_bound": LOWER_BOUND,
     }
-    return tensors, {"tokens": workload.tokens, "NT": layout.NT, "N": layout.N}
+    if workload.direction == "bwd":
+        state = torch.empty(len(workload.bounds) - 1, workload.HV, workload.K, workload.V, device=device)
+        tensors["do"], tensors["dht"] = draw_gradients(tensors["v"], state, seed)
+    return tensors
+
+
+def plan_tolerance(workload: Workload, device: Device) -> float:
+    """Largest relative error a result of a whole pass may have against the recurrence."""
+    if (device.kind, workload.dtype) == ("cpu", "fp32"):
+        return _TOLERANCE_FP32_ON_CPU[workload.direction]
+    return _TOLERANCE[workload.direction][workload.dtype]
 
 
 def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> float:
     """Largest relative error of a plan's results against the recurrence in float64, on a trimmed twin.
 
+    Of a backward plan every gradient is compared with autograd through the recurrence.
+
     Raises:
-        WrongResultError: it is over :data:`PLAN_TOLERANCE`.
+        WrongResultError: it is over :func:`plan_tolerance`.
         CompileError: a stage does not compile.
     """
     twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
     tensors, sizes = operator_tensors(twin, plan.BT, where, seed=seed)
     outputs = Program.build(plan, twin.problem(), device).run(tensors, sizes, where)
-    return check(outputs, _recurrence(twin, where, seed), PLAN_TOLERANCE[workload.dtype])
+    return check(outputs, _recurrence(twin, where, seed), plan_tolerance(workload, device))
 
 
 @functools.lru_cache(maxsize=4)
 def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-    x = workload.inputs(device, seed)
-    o, ht = recurrent_kda(
-        *(x[name] for name in ("q", "k", "v", "g", "beta")),
-        gate=workload.gate,
-        A_log=x.get("A_log"),
-        dt_bias=x.get("dt_bias"),
-        lower_bound=x["lower_bound"],
-        beta_mode="sigmoid",
-        use_l2norm=True,
-        cu_seqlens=x.get("cu_seqlens_cpu"),
-    )
-    return {"o": o.flatten(0, 1), "ht": ht}
+    """The results of the workload's pass by the pipelines' names, tokens flattened over the batch."""
+    x = _flatten_inputs(workload, device, seed)
+    arguments = {
+        **{name: x[name][None] for name in _SEQUENCES},
+        "gate": workload.gate,
+        "A_log": x["A_log"],
+        "dt_bias": x["dt_bias"],
+        "lower_bound": x["lower_bound"],
+        "beta_mode": "sigmoid",
+        "use_l2norm": True,
+        "cu_seqlens": torch.tensor(workload.bounds),
+    }
+    if workload.direction == "bwd":
+        found = recurrent_gradients(arguments, x["do"][None], x["dht"])
+        return {name: grad[0] if name[1:] in _SEQUENCES else grad for name, grad in found.items()}
+    o, ht = recurrent_kda(**arguments)
+    return {"o": o[0], "ht": ht}
 
 
 _recorded: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}

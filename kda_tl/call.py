@@ -18,7 +18,7 @@ from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.layout import dense_bounds, make_layout, packed_bounds
 from kda_tl.problem import Problem
 from kda_tl.program import Compute, Program
-from kda_tl.reference import recurrent_kda
+from kda_tl.reference import gradient_name, recurrent_kda
 
 Tensor = torch.Tensor
 
@@ -158,7 +158,7 @@ def run_backward(
     do = torch.zeros_like(a["v"]) if do is None else do.to(a["v"].dtype)
     tensors = _operands(p, a, do=do) | {"dht": None if dht is None else _aligned(dht.float())}
     out = compute(tensors | ready.constants | tables)
-    found = {name: out["dh0" if name == "initial_state" else f"d{name}"] for name in TENSORS}
+    found = {name: out[gradient_name(name)] for name in TENSORS}
     return {name: None if x is None else x.view(a[name].shape).to(a[name].dtype) for name, x in found.items()}
 
 

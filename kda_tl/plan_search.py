@@ -47,7 +47,8 @@ def plan_of(geometry: Geometry, configs: Mapping[str, Config]) -> Plan:
     return Plan(pipeline=geometry.pipeline, BT=geometry.BT, BC=geometry.BC, stages=stages)
 
 
-def _default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
+def default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
+    """The plan of each geometry when nothing is tuned."""
     from kda_tl.templates.pipelines import PIPELINES
 
     for geometry in geometries:
@@ -68,7 +69,7 @@ def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[
 
 def prefetch_screen(run: Run, workload: Workload) -> None:
     """Has the kernels compiled that :func:`screen` needs first, when nothing else is to be compiled."""
-    plans = _default_plans(run, workload, _first_geometries(workload))
+    plans = default_plans(run, workload, _first_geometries(workload))
     run.crew.enqueue((job for plan in plans for job in _kernels(run, workload, plan)), urgent=False)
 
 
@@ -81,7 +82,7 @@ def _first_geometries(workload: Workload) -> list[Geometry]:
 
 
 def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: float | None) -> list[Screened]:
-    plans = list(_default_plans(run, workload, geometries))
+    plans = list(default_plans(run, workload, geometries))
     run.crew.enqueue(job for plan in plans for job in _kernels(run, workload, plan))
     screened = []
     for geometry, plan in zip(geometries, plans, strict=True):

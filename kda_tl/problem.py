@@ -9,6 +9,7 @@ from kda_tl.errors import InputError
 DTYPES = ("bf16", "fp16", "fp32")
 GATES = ("log", "softplus", "safe")
 BETAS = ("plain", "sigmoid", "sigmoid2")
+DIRECTIONS = ("fwd", "bwd")
 MAX_HEAD_DIM = 256
 LOWER_BOUND_RANGE = (-5.0, 0.0)  # FLA's range: 16 tokens of exp(-5) still fit an fp32 exponent
 
@@ -47,6 +48,8 @@ class Problem:
         state_v_first: states are [V, K] instead of [K, V].
         g_dtype: element type of g.
         beta_dtype: element type of beta.
+        operator: which operator.
+        direction: "fwd" or "bwd", the pass.
 
     Raises:
         InputError: a field is outside its range.
@@ -100,6 +103,7 @@ class Problem:
             ("beta_dtype", DTYPES),
             ("gate", GATES),
             ("beta", BETAS),
+            ("direction", DIRECTIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")

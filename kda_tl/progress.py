@@ -129,13 +129,13 @@ class TuneReport:
     Attributes:
         device: what was tuned for.
         workloads: one report a workload.
-        journal: the file that holds all trials.
+        journals: the files that hold all trials, one a pass.
         seconds: wall time.
     """
 
     device: Device
     workloads: tuple[WorkloadReport, ...]
-    journal: Path
+    journals: tuple[Path, ...]
     seconds: float
 
 

@@ -13,6 +13,8 @@ flash-linear-attention v0.6.0 (``fla/ops/kda/{naive,gate,chunk}.py``, ``fla/modu
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,6 +193,34 @@ def recurrent_kda(
     o = torch.cat([o for o, _ in results], dim=1)
     final_state = torch.cat([state for _, state in results])
     return o, final_state.transpose(-1, -2).contiguous() if state_v_first else final_state
+
+
+def gradient_name(tensor: str) -> str:
+    """What the gradient of a tensor argument is called: d before its name, ``dh0`` for initial_state."""
+    return "dh0" if tensor == "initial_state" else f"d{tensor}"
+
+
+def recurrent_gradients(arguments: Mapping[str, Any], do: Tensor, dht: Tensor | None = None) -> dict[str, Tensor]:
+    """Autograd through :func:`recurrent_kda` in float64; every token's state is kept for it.
+
+    Args:
+        arguments: of recurrent_kda, by name.
+        do: gradient of o, [B, T, HV, V].
+        dht: gradient of the final state, in its shape; None if nothing depends on it.
+
+    Returns:
+        The gradient of every float tensor among the arguments, in its shape, by :func:`gradient_name`.
+    """
+    leaf = {
+        name: x.detach().double().requires_grad_()
+        for name, x in arguments.items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    with torch.enable_grad():
+        o, ht = recurrent_kda(**{**arguments, **leaf})
+    outputs, seeds = ([o], [do]) if dht is None else ([o, ht], [do, dht])
+    found = torch.autograd.grad(outputs, list(leaf.values()), [x.double() for x in seeds], materialize_grads=True)
+    return {gradient_name(name): gradient for name, gradient in zip(leaf, found, strict=True)}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -195,6 +195,10 @@ class Stage:
         """Parsed specs of all tensors, inputs first."""
         return {name: TensorSpec.parse(text) for name, text in {**self.inputs, **self.outputs}.items()}
 
+    def runs(self, problem: Problem) -> bool:
+        """Whether pipelines call it for a problem: not if the problem lacks all that it writes."""
+        return any(TensorSpec.parse(text).present(problem) for text in self.outputs.values())
+
     def candidates(self, case: Case) -> Iterator[Config]:
         """Every config of the space that the case does not reject."""
         return (config for config in self.config.space() if config.reject(case) is None)

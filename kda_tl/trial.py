@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from kda_tl.bench import (
-    PLAN_TOLERANCE,
     Bench,
     check_kernel,
     check_plan,
     judge,
     operator_tensors,
+    plan_tolerance,
     record,
     stage_launch,
     torch_device,
@@ -176,7 +176,7 @@ class PlanTrial:
 
     def run(self) -> Outcome:
         """Returns "ok" or "wrong"."""
-        tolerance = PLAN_TOLERANCE[self.workload.dtype]
+        tolerance = plan_tolerance(self.workload, self.device)
         verdict: dict[str, Any] = {"tolerance": tolerance}
         try:
             verdict["max_rel_err"] = check_plan(self.plan, self.workload, self.device, seed=self.seed)

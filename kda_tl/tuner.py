@@ -22,7 +22,7 @@ from kda_tl.device import Device
 from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT, DEFAULT_PIPELINE, default_plan, resolve
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.kernel import require_compiler
-from kda_tl.plan_search import Screened, compete, plan_of, prefetch_screen, screen
+from kda_tl.plan_search import Screened, compete, default_plans, plan_of, prefetch_screen, screen
 from kda_tl.progress import Geometry, OnEvent, StageResult, TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
 from kda_tl.stage import Config, Plan, Stage
 from kda_tl.stage_search import count_cores, prefetch, split_space, tune_stage
@@ -46,7 +46,7 @@ def tune(
     db_dir: str | os.PathLike[str] | None = None,
     on_event: OnEvent | None = None,
 ) -> TuneReport:
-    """Tunes workloads one after the other and stores the winners as they are found.
+    """Tunes workloads one after the other and stores the winners as they are found, each pass in files of its own.
 
     Args:
         workloads: what to tune, see :func:`kda_tl.workloads.select`.
@@ -72,24 +72,28 @@ def tune(
     begin = time.monotonic()
     _check_request(workloads, stage, budget)
     require_compiler(device)
-    problem = workloads[0].problem()
     folder = Path(db_dir) if db_dir is not None else db.writable_directory()
-    journal = Path(journal_dir if journal_dir is not None else folder) / device.slug
-    journal /= f"{problem.operator}_{problem.direction}.trials.jsonl"
+    trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
+    journals = [trials / _name_journal(workload) for workload in workloads]
     overlap = device.kind == "cuda"
     emit = on_event or (lambda event: None)
     reports = []
     with Crew(jobs or max(1, count_cores() - overlap), overlap=overlap) as crew:
-        run = Run(
-            crew=crew, device=device, journal=journal, budget=budget, seed=seed, emit=emit, known=load_known(journal)
-        )
+        shared = Run(crew=crew, device=device, journal=journals[0], budget=budget, seed=seed, emit=emit)
+        runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
         for index, workload in enumerate(workloads):
             emit(WorkloadStarted(workload=workload, index=index, total=len(workloads)))
             following = workloads[index + 1] if index + 1 < len(workloads) else None
+            run = runs[journals[index]]
             report = tune_workload(run, workload, folder, stage=stage, timeout_s=timeout_s, following=following)
             reports.append(report)
             emit(WorkloadDone(report=report))
-    return TuneReport(device=device, workloads=tuple(reports), journal=journal, seconds=time.monotonic() - begin)
+    return TuneReport(device=device, workloads=tuple(reports), journals=tuple(runs), seconds=time.monotonic() - begin)
+
+
+def _name_journal(workload: Workload) -> str:
+    problem = workload.problem()
+    return f"{problem.operator}_{problem.direction}.trials.jsonl"
 
 
 def _check_request(workloads: Sequence[Workload], stage: str | None, budget: int) -> None:
@@ -143,10 +147,12 @@ def tune_workload(
 def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: float | None) -> WorkloadReport:
     from kda_tl.templates.pipelines import PIPELINES
 
-    direction = report.workload.problem().direction
-    holders = [p for p in PIPELINES.values() if p.direction == direction and stage in {s.name for s in p.stages}]
+    problem = report.workload.problem()
+    direction = problem.direction
+    pipelines = [p for p in PIPELINES.values() if p.direction == direction]
+    holders = [p for p in pipelines if stage in {s.name for s in p.stages if s.runs(problem)}]
     if not holders:
-        raise InputError(f"no {direction} pipeline has a stage {stage!r}.")
+        raise InputError(f"no {direction} pipeline runs {stage!r} for {report.workload.name}: pass another workload.")
     pipeline = next((p for p in holders if p.name == DEFAULT_PIPELINE[direction]), holders[0])
     geometry = Geometry(pipeline=pipeline.name, BT=DEFAULT_BT, BC=DEFAULT_BC)
     bench = make_bench(run, report.workload, geometry)
@@ -188,7 +194,7 @@ def tune_plan(
     geometries = choose_geometries(screen(run, workload, deadline), report.default)
     if run.crew.overlap and following is not None:
         prefetch_screen(run, following)
-        for geometry in geometries:
+        for geometry in geometries if following.direction == workload.direction else ():
             prefetch(run, make_bench(run, following, geometry), urgent=False)
     if deadline is not None:
         deadline -= _FINAL_SHARE * max(0.0, deadline - time.monotonic())
@@ -197,7 +203,7 @@ def tune_plan(
         share = _share(deadline, len(geometries) - number)
         results += _tune_stages(run, make_bench(run, workload, geometry), share)
     report = _add_stages(report, results)
-    final = compete(run, workload, report.default, _make_plans(geometries, results), report.counts)
+    final = compete(run, workload, report.default, _make_plans(run, workload, geometries, results), report.counts)
     if final.entry is None:
         return replace(report, plans=final.plans, failure="no plan computes the right numbers")
     problem = workload.problem()
@@ -205,13 +211,16 @@ def tune_plan(
     return replace(report, plans=final.plans, entry=final.entry, path=path)
 
 
-def _make_plans(geometries: Sequence[Geometry], results: Sequence[StageResult]) -> list[Plan]:
+def _make_plans(
+    run: Run, workload: Workload, geometries: Sequence[Geometry], results: Sequence[StageResult]
+) -> list[Plan]:
     """A plan a geometry; a study that two of them share counts as it ended, when the most trials were known."""
     latest = {result.study: result for result in results}
     plans = []
-    for geometry in geometries:
+    for geometry, default in zip(geometries, default_plans(run, workload, geometries), strict=True):
         mine = [latest[result.study] for result in results if result.geometry == geometry]
-        plans.append(plan_of(geometry, {result.stage: result.winner or result.default for result in mine}))
+        tuned = {result.stage: result.winner or result.default for result in mine}
+        plans.append(plan_of(geometry, dict(default.stages) | tuned))
     return plans
 
 
@@ -225,10 +234,10 @@ def choose_geometries(screened: Sequence[Screened], default: Plan) -> list[Geome
 
 
 def _tune_stages(run: Run, bench: Bench, deadline: float | None) -> list[StageResult]:
-    """Every stage in order; each may take the share of the time that its number of trials has."""
+    """Every stage that runs, in order; each may take the share of the time that its number of trials has."""
     prefetch(run, bench)
     geometry = Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC)
-    stages = bench.pipeline.stages
+    stages = [stage for stage in bench.pipeline.stages if stage.runs(bench.workload.problem())]
     trials = [min(run.budget, len(split_space(stage, bench.case)[0])) for stage in stages]
     results = []
     for number, stage in enumerate(stages):

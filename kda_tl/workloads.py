@@ -17,12 +17,13 @@ DECAYS = ("steep", "slow")
 LOWER_BOUND = -5.0
 _SLOW_SHIFT = 7.0  # subtracted from the raw gate: a state then survives thousands of tokens
 _MAX_TRIMMED_SEQUENCES = 4
+_GRADIENT_SEEDS = 1 << 31  # away from the seeds of inputs: do would else be the very numbers of q; a CPU keeps 32 bits
 _TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One call of ``chunk_kda`` worth naming: everything in the kernels, no initial state, final state written.
+    """One pass of ``chunk_kda`` worth naming: everything in the kernels, no initial state, final state written.
 
     Attributes:
         name: unique, as passed to ``--workload``.
@@ -36,7 +37,8 @@ class Workload:
         gate: "log", "softplus" or "safe" (lower_bound -5).
         decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
         lengths: tokens of each packed sequence; empty for a dense batch.
-        tags: groups it belongs to: "tune", "bench", "cpu".
+        direction: "fwd", or "bwd" for the gradients of the same call.
+        tags: groups it belongs to: "tune", "bench", "cpu"; "train" and "train-cpu" for the backward.
 
     Raises:
         InputError: a field is outside its range.
@@ -53,6 +55,7 @@ class Workload:
     gate: str = "safe"
     decay: str = "steep"
     lengths: tuple[int, ...] = ()
+    direction: str = "fwd"
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,7 +82,7 @@ class Workload:
         return tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
 
     def problem(self) -> Problem:
-        """What the operator makes of :meth:`inputs`."""
+        """What the operator makes of :meth:`inputs`, in its forward or its backward."""
         return Problem(
             H=self.H,
             HV=self.HV,
@@ -96,6 +99,7 @@ class Workload:
             l2norm=True,
             varlen=bool(self.lengths),
             final_state=True,
+            direction=self.direction,
         )
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
@@ -173,6 +177,16 @@ def draw_gate(workload: Workload, generator: torch.Generator) -> dict[str, Any]:
     return {"g": raw.to(dtype), "A_log": A, "dt_bias": bias}
 
 
+def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``do`` and ``dht``, N(0, 1), in the shapes and dtypes of the results, whose values do not matter."""
+    generator = torch.Generator(device=o.device).manual_seed(seed + _GRADIENT_SEEDS)
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+
+    return draw(o), None if ht is None else draw(ht)
+
+
 _PACKED = (1300, 547, 2048, 963, 271, 3063)
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -201,6 +215,25 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune",)),
     Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
+    Workload(name="train-T8192-H32", T=8192, H=32, direction="bwd", tags=("train",)),
+    Workload(name="train-T8192-H64", T=8192, H=64, direction="bwd", tags=("train",)),
+    Workload(name="train-T32768-H8", T=32768, H=8, direction="bwd", tags=("train",)),
+    Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
+    Workload(
+        name="train-softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", direction="bwd", tags=("train",)
+    ),
+    Workload(name="train-cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", direction="bwd", tags=("train-cpu",)),
+    Workload(
+        name="train-cpu-softplus-K64",
+        T=192,
+        H=2,
+        K=64,
+        V=64,
+        dtype="fp32",
+        gate="softplus",
+        direction="bwd",
+        tags=("train-cpu",),
+    ),
 )
 
 

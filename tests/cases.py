@@ -18,7 +18,7 @@ from kda_tl.kernel import Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.problem import BETAS, GATES, Problem
 from kda_tl.records import Check, Timing, VsDefault
-from kda_tl.reference import l2norm, recurrent_kda, relative_error
+from kda_tl.reference import l2norm, recurrent_gradients, recurrent_kda, relative_error
 from kda_tl.stage import Case, Config, Plan, Stage
 from kda_tl.templates.pipelines import Pipeline
 
@@ -115,24 +115,22 @@ class Call:
     def gradients(self) -> dict[str, Tensor | None]:
         """Autograd through the recurrence in float64, from do and dht; None where the problem lacks the tensor."""
         p, x = self.problem, self.x
-        names = (*SEQUENCES, "h0", "A_log", "dt_bias")
-        leaf = {name: None if x[name] is None else x[name].clone().requires_grad_() for name in names}
-        o, ht = recurrent_kda(
-            *(leaf[name][None] for name in SEQUENCES),
-            scale=x["scale"],
-            initial_state=leaf["h0"],
-            gate=p.gate,
-            A_log=leaf["A_log"],
-            dt_bias=leaf["dt_bias"],
-            lower_bound=x["lower_bound"],
-            beta_mode=p.beta,
-            use_l2norm=p.l2norm,
-            state_v_first=p.state_v_first,
-            cu_seqlens=torch.tensor(self.bounds, device=x["q"].device),
-        )
-        loss = (o[0] * x["do"]).sum() + (0.0 if x["dht"] is None else (ht * x["dht"]).sum())
-        loss.backward()
-        return {f"d{name}": None if tensor is None else tensor.grad for name, tensor in leaf.items()}
+        arguments = {
+            **{name: x[name][None] for name in SEQUENCES},
+            "scale": x["scale"],
+            "initial_state": x["h0"],
+            "gate": p.gate,
+            "A_log": x["A_log"],
+            "dt_bias": x["dt_bias"],
+            "lower_bound": x["lower_bound"],
+            "beta_mode": p.beta,
+            "use_l2norm": p.l2norm,
+            "state_v_first": p.state_v_first,
+            "cu_seqlens": torch.tensor(self.bounds, device=x["q"].device),
+        }
+        found = recurrent_gradients(arguments, x["do"][None], x["dht"])
+        flat = {f"d{name}": found[f"d{name}"][0] for name in SEQUENCES}
+        return flat | {name: found.get(name) for name in ("dh0", "dA_log", "ddt_bias")}
 
 
 def draw_call(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from kda_tl import db, dispatch, templates
-from kda_tl.cli import COMMANDS, doctor, main
+from kda_tl.cli import COMMANDS, doctor, main, verify
 from kda_tl.cli import _call as call
 from kda_tl.cli import _regression as regression
 from kda_tl.cli import _target as target
@@ -28,6 +29,7 @@ from kda_tl.cli._peers import find_peers
 from kda_tl.cli._progress import TuneProgress
 from kda_tl.device import Device, cpu_device
 from kda_tl.dispatch import default_plan, numerics_class
+from kda_tl.errors import UnsupportedError
 from kda_tl.gpus import known_device
 from kda_tl.journal import Outcome
 from kda_tl.progress import (
@@ -54,6 +56,8 @@ OLD = dict.fromkeys(templates.names(), "0" * 64)  # fingerprints of other templa
 HELP_BUDGET_S = 0.3  # beyond starting Python
 CPU = cpu_device()
 SMALL = select(["cpu-safe-K32"])[0]
+SMALL_BACKWARD = select(["train-cpu-safe-K32"])[0]
+BACKWARD_PLAN = default_plan(SMALL_BACKWARD.problem(), CPU)
 SPAWN_ENV = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -87,8 +91,8 @@ def make_entry(workload: Workload, device: Device, plan: Plan | None = None, **c
     return replace(entry, **changes)
 
 
-def store(directory: Path, device: Device, *entries: Entry) -> Path:
-    path = db.store(directory, device, "chunk_kda", "fwd", entries)
+def store(directory: Path, device: Device, *entries: Entry, direction: str = "fwd") -> Path:
+    path = db.store(directory, device, "chunk_kda", direction, entries)
     db.reload()
     return path
 
@@ -307,6 +311,8 @@ def test_source(run: Run) -> None:
     assert code == 0 and "fwd_gate_kernel" in out and "unroll=8" in err
     code, text, _ = run(*argv, "--json")
     assert json.loads(text)["source"] == out
+    code, _, err = run("source", "bwd_qk", "--gpu", "cpu")
+    assert code == 0 and "bwd_qk for chunk_kda-bwd-" in err
 
 
 def test_db(run: Run, own_database: Path, tmp_path: Path) -> None:
@@ -356,7 +362,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
                 options["on_event"](WorkloadStarted(workload=report.workload, index=0, total=1))
                 options["on_event"](WorkloadDone(report=report))
             return TuneReport(
-                device=device, workloads=tuple(reports), journal=options["db_dir"] / "trials.jsonl", seconds=2.0
+                device=device, workloads=tuple(reports), journals=(options["db_dir"] / "trials.jsonl",), seconds=2.0
             )
 
         monkeypatch.setattr("kda_tl.tuner.tune", tune)
@@ -382,6 +388,51 @@ def test_tune_ends_by_calling_the_operator(run: Run, tuner: Any, tmp_path: Path)
     code, out, _ = run(*argv, "--json")
     (result,) = json.loads(out)["workloads"]
     assert result["served"]["step"] == "exact bucket" and result["served"]["error"] < 1e-5
+
+
+def test_tune_ends_by_calling_the_backward(
+    run: Run, tuner: Any, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[str] = []
+    for name, function in (("measure_errors", call.measure_errors), ("make_launch", call.make_launch)):
+
+        def spy(inputs: Any, *more: Any, real: Any = function) -> Any:
+            passes.extend(word for word in more if isinstance(word, str))
+            return real(inputs, *more)
+
+        monkeypatch.setattr(f"kda_tl.cli._tuned.{name}", spy)
+
+    def answer(directory: Path) -> list[WorkloadReport]:
+        entry = make_entry(SMALL_BACKWARD, CPU)
+        path = db.store(directory, CPU, "chunk_kda", "bwd", [entry])
+        return [make_report(SMALL_BACKWARD, entry=entry, path=path)]
+
+    tuner(answer)
+    argv = ("tune", "--gpu", "cpu", "--workload", SMALL_BACKWARD.name, "--db", own_database)
+    code, out, _ = run(*argv)
+    assert code == 0 and "error of the worst gradient" in out and passes == ["bwd"] * 3
+    assert re.search(r"train-cpu-safe-K32 +staged_backward +32/16 .* \d\.\d\de?-?\d*x +\d\.\de-0[567]", out)
+    assert str(own_database / "cpu" / "chunk_kda_bwd.json") in out
+    (served,) = (result["served"] for result in json.loads(run(*argv, "--json")[1])["workloads"])
+    assert served["step"] == "exact bucket" and served["error"] < 1e-4
+    _, out, _ = run("show", "--db", own_database)
+    assert "cpu  chunk_kda bwd" in out and "staged_backward 32/16" in out
+
+
+def test_tune_keeps_a_plan_whose_call_is_refused(
+    run: Run, tuner: Any, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gradients are on a GPU."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedError("no gradients here.")
+
+    entry = make_entry(SMALL_BACKWARD, CPU)
+    path = store(own_database, CPU, entry, direction="bwd")
+    tuner(lambda directory: [make_report(SMALL_BACKWARD, entry=entry, path=path)])
+    monkeypatch.setattr("kda_tl.cli._tuned.measure_errors", refuse)
+    code, out, err = run("tune", "--gpu", "cpu", "--workload", SMALL_BACKWARD.name, "--db", own_database)
+    assert code == 0 and "The call is refused: no gradients here." in err and str(path) in out
 
 
 @pytest.mark.parametrize(
@@ -521,11 +572,46 @@ def test_verify(run: Run, errors: dict[str, float], own_database: Path) -> None:
     argv = ("verify", "--gpu", "cpu", "--db", own_database)
     code, out, _ = run(*argv)
     assert code == 0 and "stored cpu-safe-K32" in out and "default cpu-softplus-K64" in out
-    errors["ht"] = 1e-4
+    errors["ht"] = 1e-3
     code, out, _ = run(*argv)
-    assert code == 1 and "ht is off by 1.0e-04, over 1e-05" in out
+    assert code == 1 and "ht is off by 1.0e-03, over 1e-05" in out and "over 2e-04" in out
     checks = json.loads(run(*argv, "--json")[1])["checks"]
     assert {check["passed"] for check in checks if check["tolerance"]} == {False}
+
+
+def test_verify_runs_plans_in_their_own_pass(run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+        seen.append((plan.pipeline, direction))
+        return {"x": 0.0}
+
+    monkeypatch.setattr(call, "measure_errors", measure)
+    store(own_database, CPU, make_entry(SMALL_BACKWARD, CPU), direction="bwd")
+    code, out, _ = run("verify", "--gpu", "cpu", "--db", own_database)
+    assert code == 0 and "stored train-cpu-safe-K32" in out and "stored cpu-safe-K32" not in out
+    assert Counter(seen) == {("staged", "fwd"): 2 * 4, ("staged_backward", "bwd"): 3 * 2}
+
+
+def test_verify_compiles_one_backward_default() -> None:
+    subjects = list(verify._default_subjects(known_device("nvidia_h200"), static=True))
+    assert [s.plan.pipeline for s in subjects].count("staged_backward") == 1
+
+
+@pytest.mark.parametrize("tensor", ["q", "A_log"])
+def test_errors_of_a_backward_are_those_of_its_gradients(tensor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = replace(SMALL_BACKWARD, T=20)
+    plan = default_plan(workload.problem(), CPU, BT=16)
+    errors = call.measure_errors(workload.inputs("cpu"), plan, "bwd")
+    assert set(errors) == {f"d{name}" for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    assert 0 < max(errors.values()) < 2e-5
+    right = call.Recorded.run_backward
+    spoil = lambda self: tuple(  # noqa: E731
+        1.5 * x if name == tensor else x for name, x in zip(self.leaves, right(self), strict=True)
+    )
+    monkeypatch.setattr(call.Recorded, "run_backward", spoil)
+    errors = call.measure_errors(workload.inputs("cpu"), plan, "bwd")
+    assert {name for name, error in errors.items() if error > 2e-5} == {f"d{tensor}"}
 
 
 @pytest.mark.usefixtures("errors")
@@ -567,6 +653,15 @@ def test_bench(run: Run, tmp_path: Path) -> None:
     (result,) = values["workloads"]
     assert [row["name"] for row in result["calls"]] == ["kda_tl"]
     assert all(0 < row["floor_us"] < row["median_us"] for row in result["stages"])
+
+
+def test_bench_of_a_backward(run: Run, tmp_path: Path) -> None:
+    argv = ("bench", "--gpu", "cpu", "--workload", SMALL_BACKWARD.name, "--reps", "1", "--rounds", "1", "--peers")
+    code, out, _ = run(*argv, "--json", tmp_path / "bench.json")
+    assert code == 0 and "fla left out: peers are timed in the forward only" in out
+    (result,) = json.loads((tmp_path / "bench.json").read_text())["workloads"]
+    assert [row["name"] for row in result["stages"]] == [name for name, _ in BACKWARD_PLAN.stages]
+    assert result["calls"][0]["eager_us"] > max(row["floor_us"] for row in result["stages"])
 
 
 def test_peers_are_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

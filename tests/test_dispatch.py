@@ -56,6 +56,22 @@ def make_database(folder: Path, *entries: Entry, device: Device = H200, name: st
     return Database.load(folder / name, name)
 
 
+def test_a_plan_serves_its_own_pass_only(tmp_path: Path) -> None:
+    """Both passes of a problem have the same key: the file tells them apart."""
+    passes = [replace(PROBLEM, direction=direction) for direction in ("fwd", "bwd")]
+    for tuned, other in (passes, passes[::-1]):
+        plan = make_plan(BT=32, problem=tuned)
+        db.store(tmp_path / tuned.direction, H200, "chunk_kda", tuned.direction, [make_entry(tuned, plan)])
+        databases = [Database.load(tmp_path / tuned.direction, "test")]
+        assert (resolve(tuned, H200, databases).step, resolve(tuned, H200, databases).plan) == ("exact bucket", plan)
+        assert resolve(other, H200, databases).plan == default_plan(other, H200)
+    misplaced = db.store(
+        tmp_path / "wrong", H200, "chunk_kda", "fwd", [make_entry(passes[1], make_plan(problem=passes[1]))]
+    )
+    choice = resolve(PROBLEM, H200, [Database.load(misplaced.parents[1], "test")])
+    assert choice.step == "default" and "no fwd pipeline 'staged_backward'" in choice.passed_over[0]
+
+
 # The order of the steps
 
 

@@ -23,7 +23,7 @@ from kda_tl.bench import Bench, check_plan, operator_tensors
 from kda_tl.contest import Run, decide, load_known
 from kda_tl.crew import Crew, OutOfTime
 from kda_tl.device import cpu_device, cuda_device
-from kda_tl.dispatch import default_plan, pin
+from kda_tl.dispatch import choose, default_plan, pin
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.journal import Journal, Trial
 from kda_tl.program import Program
@@ -56,6 +56,9 @@ def crew() -> Iterator[Crew]:
 @pytest.fixture
 def run(crew: Crew, tmp_path: Path) -> Run:
     return fake_stages.make_run(crew, tmp_path / "trials.jsonl")
+
+
+BACKWARD = replace(WORKLOAD, name="tiny-backward", gate="softplus", direction="bwd")
 
 
 def bench(workload: Workload = WORKLOAD, BT: int = 16, BC: int = 16) -> Bench:
@@ -239,7 +242,7 @@ def test_the_winner_is_stored_with_its_evidence(tuned: TuneReport, folder: Path)
     assert db.validate(folder) == []
     assert entry.key == Key.of(WORKLOAD.problem()) and entry.plan["BT"] == 16
     assert report.improved and entry.vs_default.ratio > 1.1 and entry.vs_default.ci95[0] > 1
-    assert entry.check.max_rel_err < 1e-5 < entry.check.tolerance
+    assert entry.check.max_rel_err < entry.check.tolerance == 1e-5
     assert entry.templates == {name: templates.fingerprint(name) for name in entry.plan["stages"]}
     assert entry.provenance["valid"] == sum(report.counts.values()) and entry.provenance["failed"] == {}
     assert entry.provenance["workload"] == "tiny"
@@ -278,9 +281,10 @@ def test_the_same_command_measures_nothing_again(
 ) -> None:
     monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
     monkeypatch.setattr(Crew, "measure", lambda *_: pytest.fail("something was measured again"))
-    lines = tuned.journal.read_bytes()
+    (journal,) = tuned.journals
+    lines = journal.read_bytes()
     (again,) = tuner.tune([WORKLOAD], CPU, db_dir=folder, jobs=1).workloads
-    assert tuned.journal.read_bytes() == lines
+    assert journal.read_bytes() == lines
     assert again.resumed == sum(again.counts.values()) > 0
     first = tuned.workloads[0].entry
     assert first and again.entry and again.entry.plan == first.plan and again.entry.time_us == first.time_us
@@ -308,6 +312,71 @@ def test_a_plan_that_computes_wrong_numbers_is_refused(tuned: TuneReport, monkey
     monkeypatch.setattr(Program, "run", wrong)
     with pytest.raises(WrongResultError, match="is off by 0.01 "):
         check_plan(default_plan(WORKLOAD.problem(), CPU, BT=16), WORKLOAD, CPU)
+
+
+# The backward
+
+
+def test_backward_plans_are_run_on_what_the_operator_would_pass() -> None:
+    workload = replace(BACKWARD, B=2, lengths=())
+    plan = default_plan(workload.problem(), CPU, BT=16)
+    tensors, sizes = operator_tensors(workload, 16, HERE, seed=3)
+    found = Program.build(plan, workload.problem(), CPU).run(tensors, sizes, HERE)
+    x = workload.inputs("cpu", seed=3)
+    leaves = {name: x[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    with pin(plan):
+        o, ht = kda_tl.chunk_kda(**x)[:2]
+    torch.autograd.backward([o, ht], [tensors["do"].view(o.shape), tensors["dht"]])
+    for name, leaf in leaves.items():
+        assert torch.equal(found[f"d{name}"].view(leaf.shape), leaf.grad), name
+
+
+def test_every_gradient_of_a_plan_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = default_plan(BACKWARD.problem(), CPU, BT=16)
+    assert 0 < check_plan(plan, BACKWARD, CPU) < 2e-5
+    right = Program.run
+    for wrong in ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"):
+
+        def run(*args: Any, wrong: str = wrong) -> dict[str, Any]:
+            found = right(*args)
+            return found | {wrong: 1.01 * found[wrong]}
+
+        monkeypatch.setattr(Program, "run", run)
+        with pytest.raises(WrongResultError, match=f"{wrong} is off by 0.01 .* over 0.0002"):
+            check_plan(plan, BACKWARD, CPU)
+
+
+def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
+    monkeypatch.setattr(plan_search, "BC_CHOICES", (16,))
+    report = tuner.tune([BACKWARD, WORKLOAD], CPU, db_dir=tmp_path, budget=1, jobs=2)
+    assert not any(found.failure for found in report.workloads) and db.validate(tmp_path) == []
+    assert [path.name for path in report.journals] == ["chunk_kda_bwd.trials.jsonl", "chunk_kda_fwd.trials.jsonl"]
+    (database,) = [db.Database.load(tmp_path, "test")]
+    for found, journal, name in zip(report.workloads, report.journals, ("staged_backward", "staged"), strict=True):
+        problem, stages = found.workload.problem(), {stage.name for stage in PIPELINES[name].stages}
+        assert found.path == tmp_path / "cpu" / f"chunk_kda_{problem.direction}.json"
+        file = database.files["cpu", "chunk_kda", problem.direction]
+        (entry,) = file.entries.values()
+        assert entry.plan["pipeline"] == name and entry.key == Key.of(problem)
+        assert {t.study.split("/")[1] for t in searched(journal)} == stages
+        plans = [t for t in Journal(journal).trials() if t.study.endswith("/plans")]
+        assert plans and {t.config["pipeline"] for t in plans} == {name}
+    backward = report.workloads[0].entry
+    assert backward is not None and 0 < backward.check.max_rel_err < backward.check.tolerance == 2e-4
+    with kda_tl.use(tmp_path):
+        assert choose(BACKWARD.problem(), CPU).step == choose(WORKLOAD.problem(), CPU).step == "exact bucket"
+
+
+def test_stages_that_a_problem_does_not_run_are_not_tuned(run: Run, tmp_path: Path) -> None:
+    ungated = replace(BACKWARD, gate="log")
+    assert templates.load("bwd_reduce").runs(BACKWARD.problem())
+    assert not templates.load("bwd_reduce").runs(ungated.problem())
+    for workload, stage in ((ungated, "bwd_reduce"), (WORKLOAD, "bwd_qk")):
+        assert f"pipeline runs '{stage}'" in tuner.tune_workload(run, workload, tmp_path, stage=stage).failure
+    geometry = Geometry(pipeline="staged_backward", BT=16, BC=16)
+    (plan,) = tuner._make_plans(run, ungated, [geometry], [])
+    assert plan == default_plan(ungated.problem(), CPU, BT=16)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kda_tl.errors import InputError
 from kda_tl.problem import Problem
 from kda_tl.reference import activate_gate
 from kda_tl.stage import BT_CHOICES
-from kda_tl.workloads import WORKLOADS, Workload, select
+from kda_tl.workloads import WORKLOADS, Workload, draw_gradients, select
 
 LABELS = [w.name for w in WORKLOADS]
 
@@ -57,7 +57,7 @@ def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, mo
     monkeypatch.setattr("kda_tl.chunk.choose", lambda problem, *_: seen.append(problem))
     small = workload.trimmed(70)
     explain(**small.inputs("cpu"))
-    assert seen == [small.problem()]
+    assert seen == [replace(small.problem(), direction="fwd")]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
@@ -91,6 +91,21 @@ def test_inputs_depend_on_the_seed_only() -> None:
         assert not torch.equal(first[name], other[name])
 
 
+def test_a_tag_is_of_one_pass() -> None:
+    passes = {tag: {w.problem().direction for w in tagged(tag)} for w in WORKLOADS for tag in w.tags}
+    assert passes == {"tune": {"fwd"}, "bench": {"fwd"}, "cpu": {"fwd"}, "train": {"bwd"}, "train-cpu": {"bwd"}}
+
+
+def test_gradients_depend_on_the_seed_only_and_are_no_input() -> None:
+    x = Workload(name="seeded", T=20, H=2, K=16, V=16, dtype="fp32").inputs("cpu", seed=3)
+    ht = torch.empty(1, 2, 16, 16)
+    (do, dht), again, other = (draw_gradients(x["v"], ht, seed) for seed in (3, 3, 4))
+    assert do.shape == x["v"].shape and dht is not None and dht.shape == ht.shape
+    assert torch.equal(do, again[0]) and torch.equal(dht, again[1])
+    assert not torch.equal(do, other[0]) and not torch.equal(do, x["q"])
+    assert draw_gradients(x["v"], None)[1] is None
+
+
 def test_decays_are_as_named() -> None:
     steep = Workload(name="steep", T=300, H=4, K=64)
     assert log_decay(steep).mean().item() == pytest.approx(-3.5, abs=0.4)
@@ -114,7 +129,7 @@ def test_select_takes_names_and_tags_in_the_order_of_the_table() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"nowhere.*bench, cpu, tune.*safe-T1024-H8"):
+    with pytest.raises(InputError, match=r"nowhere.*bench, cpu, train, train-cpu, tune.*safe-T1024-H8"):
         select(["cpu", "nowhere"])
 
 
@@ -125,6 +140,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         ({"T": 0}, "token"),
         ({"lengths": (3, 4), "B": 2}, "B=1"),
         ({"K": 300}, "256"),
+        ({"direction": "back"}, "fwd, bwd"),
     ],
 )
 def test_impossible_workloads_are_refused(change: dict[str, int], message: str) -> None:
