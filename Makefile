@@ -22,7 +22,8 @@ EXTRAS ?= dev$(if $(HAS_NVCC),,$(comma)cuda-compiler)
 
 # Progress bars for people, silence for logs.
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
-PYTEST_FLAGS ?=
+# A process a core; the tests of a file share what they compile.
+PYTEST_FLAGS ?= -n logical --dist loadfile
 
 .PHONY: help setup tune test lint types verify unit format clean
 .NOTPARALLEL:
