@@ -682,6 +682,7 @@ def test_doctor(run: Run) -> None:
 
 def test_doctor_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_compiler", lambda device: None)
+    monkeypatch.setenv("COLUMNS", "200")  # or the table wraps where it likes
     code, out, _ = run("doctor")
     assert code == 3 and "apt install g++" in out and "Missing: C++ compiler" in out
 
