@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from kda_tl import templates
+from kda_tl import dispatch, templates
 from kda_tl.db import Entry, Key
 from kda_tl.dispatch import numerics_class
 from kda_tl.kernel import Kernel, compile_stage
@@ -25,6 +26,22 @@ from kda_tl.templates.pipelines import Pipeline
 F64 = torch.float64
 GUARD = 64  # elements of NaN before and after a tensor
 SEQUENCES = ("q", "k", "v", "g", "beta")
+# Everything a call can have, small
+SMALL = Problem(
+    H=1,
+    HV=2,
+    K=32,
+    V=16,
+    tokens=0,
+    dtype="fp32",
+    gate="safe",
+    has_A_log=True,
+    has_dt_bias=True,
+    beta="sigmoid",
+    l2norm=True,
+    initial_state=True,
+    final_state=True,
+)
 
 
 def draw_problem(rng: random.Random, **fixed: Any) -> Problem:
@@ -216,6 +233,14 @@ def draw_backward(call: Call, seed: int) -> Call:
 
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def forget_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without compilers, and as if nothing had been called before."""
+    monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.setattr("kda_tl.call._ready", {})
+    monkeypatch.setattr("kda_tl.call._warned", set())
 
 
 def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:

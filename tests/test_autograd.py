@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem, operator_arguments, scatter
+from cases import (
+    SMALL,
+    Call,
+    draw_backward,
+    draw_call,
+    draw_extreme,
+    draw_lengths,
+    draw_problem,
+    forget_compilers,
+    operator_arguments,
+    scatter,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,21 +37,6 @@ from kda_tl.problem import BETAS, GATES, Problem
 from kda_tl.reference import relative_error
 
 CPU = cpu_device()
-SMALL = Problem(
-    H=1,
-    HV=2,
-    K=32,
-    V=16,
-    tokens=0,
-    dtype="fp32",
-    gate="safe",
-    has_A_log=True,
-    has_dt_bias=True,
-    beta="sigmoid",
-    l2norm=True,
-    initial_state=True,
-    final_state=True,
-)
 # fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each
 TOLERANCE = {"fp32": 2e-4, "bf16": 6e-3, "fp16": 2e-3}
 
@@ -244,10 +240,7 @@ def test_a_pinned_forward_plan_leaves_the_backward_free(seed: int) -> None:
 
 
 def test_without_a_compiler_the_recurrence_is_differentiated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
-    monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr("kda_tl.call._ready", {})
-    monkeypatch.setattr("kda_tl.call._warned", set())
+    forget_compilers(monkeypatch)
     with pytest.warns(KdaTlWarning, match="slow here"):
         assert_right(draw_call(SMALL, (20,), seed, varlen=False))
 

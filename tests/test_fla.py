@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
 from cases import draw_call, operator_arguments
@@ -32,22 +33,7 @@ from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
 
-SMALL = Problem(
-    H=1,
-    HV=2,
-    K=32,
-    V=16,
-    tokens=0,
-    dtype="fp32",
-    gate="safe",
-    has_A_log=True,
-    has_dt_bias=True,
-    beta="sigmoid",
-    l2norm=True,
-    initial_state=True,
-    final_state=True,
-    state_v_first=True,
-)
+SMALL = replace(cases.SMALL, state_v_first=True)
 needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
 
 

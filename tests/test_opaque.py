@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import draw_backward, draw_call, operator_arguments
-from test_autograd import SMALL, backward_of, differentiable
+from cases import SMALL, draw_backward, draw_call, forget_compilers, operator_arguments
+from test_autograd import backward_of, differentiable
 
-from kda_tl import dispatch, opaque
+from kda_tl import opaque
 from kda_tl.arguments import TENSORS
 from kda_tl.chunk import chunk_kda
 from kda_tl.device import cpu_device, find_compiler
@@ -79,10 +79,7 @@ def test_operators_keep_their_word(seed: int) -> None:
 
 
 def test_without_a_compiler(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
-    monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr("kda_tl.call._ready", {})
-    monkeypatch.setattr("kda_tl.call._warned", set())
+    forget_compilers(monkeypatch)
     arguments = differentiable(draw_call(SMALL, (20,), seed, varlen=False))
     with torch.no_grad(), pytest.warns(KdaTlWarning, match="slow here"):
         o, _ = compiled(**arguments)
@@ -105,9 +102,6 @@ def test_autocast_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     expected = chunk_kda(**arguments)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(chunk_kda(**arguments)[0], expected)
-    monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
-    monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr("kda_tl.call._ready", {})
+    forget_compilers(monkeypatch)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(KdaTlWarning):
-        monkeypatch.setattr("kda_tl.call._warned", set())
         assert relative_error(chunk_kda(**arguments)[0], expected) < 1e-5
