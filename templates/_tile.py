@@ -51,6 +51,15 @@ class Tile:
         """A tile every thread of the block can read, of the io dtype unless told."""
         return T.alloc_local(shape, dtype or self.io) if self.cpu else T.alloc_shared(shape, dtype or self.io)
 
+    def gemm(self, a: Any, b: Any, c: Any, transpose_A: bool = False, transpose_B: bool = False, **flags: Any) -> Any:
+        """``c += a b``, or ``c = a b`` with ``clear_accum=True``; operands in shared memory, the sum in registers.
+
+        fp32 operands are multiplied in fp32 on every target: the matrix unit would round them to tf32, 2^-11.
+        """
+        if self.cpu or self.io != "float32":
+            return T.gemm(a, b, c, transpose_A=transpose_A, transpose_B=transpose_B, **flags)
+        return _multiply_fp32(a, b, c, transpose_A, transpose_B, **flags)
+
     def parallel(self, *extents: int) -> Any:
         """A loop nest whose iterations are independent."""
         return T.grid(*extents) if self.cpu else T.Parallel(*extents)
@@ -58,6 +67,28 @@ class Tile:
     def pipelined(self, extent: Any, num_stages: int) -> Any:
         """A loop whose loads run ``num_stages`` iterations ahead."""
         return T.serial(extent) if self.cpu else T.Pipelined(extent, num_stages=num_stages)
+
+
+@T.macro
+def _multiply_fp32(a, b, c, transpose_A, transpose_B, clear_accum=False):
+    """A product of fp32 tiles by the matrix unit, which reads only the upper 19 bits of its operands (tf32).
+
+    With a = a' + ra and b = b' + rb, primed what the unit reads: a' b' + ra b' + a' rb. What is left out, ra rb, and
+    the bits of ra and rb that the unit does not read, are 2^-20 of the product.
+    """
+    a_rest = T.alloc_shared(a.shape, "float32")
+    b_rest = T.alloc_shared(b.shape, "float32")
+    for i, j in T.Parallel(a.shape[0], a.shape[1]):
+        a_rest[i, j] = a[i, j] - _read_tf32(a[i, j])
+    for i, j in T.Parallel(b.shape[0], b.shape[1]):
+        b_rest[i, j] = b[i, j] - _read_tf32(b[i, j])
+    T.gemm(a, b, c, transpose_A=transpose_A, transpose_B=transpose_B, clear_accum=clear_accum)
+    T.gemm(a_rest, b, c, transpose_A=transpose_A, transpose_B=transpose_B)
+    T.gemm(a, b_rest, c, transpose_A=transpose_A, transpose_B=transpose_B)
+
+
+def _read_tf32(x):
+    return T.reinterpret(T.bitwise_and(T.reinterpret(x, "uint32"), T.uint32(0xFFFFE000)), "float32")
 
 
 def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:

@@ -260,8 +260,8 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
                     for i, j in tile.parallel(BT, BK):
                         if i // s % 2 == 0:
                             even_rows[rank(i, s), j] = T.cast(k_frag[i, j] * decay[i, j], tile.io)
-                    T.gemm(weight, even_rows, row_product, clear_accum=True)
-                    T.gemm(weight, odd_rows, column_product, transpose_A=True, clear_accum=True)
+                    tile.gemm(weight, even_rows, row_product, clear_accum=True)
+                    tile.gemm(weight, odd_rows, column_product, transpose_A=True, clear_accum=True)
                     for r, j in tile.parallel(BT, BK):
                         products[r, j] = row_product[r, j]
                     for r, j in tile.parallel(columns, BK):

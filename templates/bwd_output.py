@@ -106,8 +106,8 @@ def build(case: Case, config: BwdOutputConfig) -> Any:
                 for i, j in tile.parallel(BT, BV):
                     inside = (i < count) & (i_v * BV + j < V)
                     do_shared[i, j] = T.if_then_else(inside, d_o[start + i, i_h, i_v * BV + j], 0)
-                T.gemm(do_shared, v_shared, dA_frag, transpose_B=True)
-                T.gemm(A_shared, do_shared, dv_frag, transpose_A=True, clear_accum=True)
+                tile.gemm(do_shared, v_shared, dA_frag, transpose_B=True)
+                tile.gemm(A_shared, do_shared, dv_frag, transpose_A=True, clear_accum=True)
                 T.copy(dv_frag, v_shared)  # through shared memory: 16-byte writes
                 T.copy(v_shared, dv_local[i_t, i_h, :, i_v * BV : (i_v + 1) * BV])
             for i, j in tile.parallel(BT, BT):

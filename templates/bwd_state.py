@@ -173,7 +173,7 @@ def build(case: Case, config: BwdStateConfig) -> Any:
                     do_frag[i, j] = T.if_then_else(inside, d_o[start - i_c * BT + i, i_h, v0 + j], 0)
                 T.copy(state, state_shared)
                 T.copy(state_shared, dh[last - i_c, i_h, :, v0 : v0 + BV])
-                T.gemm(kg_shared, state_shared, value, clear_accum=True)
+                tile.gemm(kg_shared, state_shared, value, clear_accum=True)
                 for i, j in tile.parallel(BT, BV):
                     value[i, j] = -(value[i, j] + T.cast(dv_shared[i, j], "float32"))
                 T.copy(do_frag, do_shared)
@@ -182,8 +182,8 @@ def build(case: Case, config: BwdStateConfig) -> Any:
                     dv_new[last - i_c, i_h, i, v0 + j] = -value_shared[i, j]
                 for i, j in tile.parallel(KP, BV):
                     state[i, j] = state[i, j] * T.exp2(decay[i])
-                T.gemm(qg_shared, do_shared, state, transpose_A=True)
-                T.gemm(w_shared, value_shared, state, transpose_A=True)
+                tile.gemm(qg_shared, do_shared, state, transpose_A=True)
+                tile.gemm(w_shared, value_shared, state, transpose_A=True)
             if p.initial_state:
                 for i, j in tile.parallel(KP, BV):
                     if (i < K) & (v0 + j < V):

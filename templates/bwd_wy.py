@@ -209,9 +209,9 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                 for i, j in tile.parallel(BT, BV):
                     inside = (i < count) & (i_v * BV + j < V)
                     value[i, j] = T.if_then_else(inside, v[start + i, i_hv, i_v * BV + j], 0)
-                T.gemm(A_shared, dvb_shared, dvb, transpose_A=True, clear_accum=True)
+                tile.gemm(A_shared, dvb_shared, dvb, transpose_A=True, clear_accum=True)
                 T.copy(dvb, dvb_shared)
-                T.gemm(dvb_shared, u_shared, L_frag, transpose_B=True)
+                tile.gemm(dvb_shared, u_shared, L_frag, transpose_B=True)
                 product = tile.fragment((BT, BV))
                 for i, j in tile.parallel(BT, BV):
                     product[i, j] = T.cast(value[i, j], "float32") * dvb[i, j]
@@ -254,9 +254,9 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                     for i, j in tile.parallel(BT, BV):
                         inside = (i < count) & (i_v * BV + j < V)
                         do_shared[i, j] = T.if_then_else(inside, d_o[start + i, i_hv, i_v * BV + j], 0)
-                    T.gemm(do_shared, h_shared, dq_frag, transpose_B=True)
-                    T.gemm(v_shared, dh_shared, dk_frag, transpose_B=True)
-                    T.gemm(dv_shared, h_shared, dw_frag, transpose_B=True)
+                    tile.gemm(do_shared, h_shared, dq_frag, transpose_B=True)
+                    tile.gemm(v_shared, dh_shared, dk_frag, transpose_B=True)
+                    tile.gemm(dv_shared, h_shared, dw_frag, transpose_B=True)
                     for i, j in tile.parallel(BK, BV):
                         states[i, j] = T.cast(h_shared[i, j], "float32") * T.cast(dh_shared[i, j], "float32")
                     T.reduce_sum(states, row_frag, dim=1, clear=False)
@@ -268,9 +268,9 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                     k_shared[i, j] = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
                 for i, j in tile.parallel(BT, BK):
                     dw_shared[i, j] = T.cast(-dw_frag[i, j], tile.io)
-                T.gemm(A_shared, dw_shared, dkb_frag, transpose_A=True, clear_accum=True)
+                tile.gemm(A_shared, dw_shared, dkb_frag, transpose_A=True, clear_accum=True)
                 T.copy(dkb_frag, dw_shared)
-                T.gemm(dw_shared, w_shared, L_frag, transpose_B=True)
+                tile.gemm(dw_shared, w_shared, L_frag, transpose_B=True)
 
                 for i, j in tile.parallel(BT, BK):
                     dq_frag[i, j] = dq_frag[i, j] * (scale * T.exp2(g_shared[i, j]))

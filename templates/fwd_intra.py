@@ -195,7 +195,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                         for i, j in tile.parallel(BT, BK):
                             decay = T.exp2(g_shared[i, j] - g_shared[i // BC * BC + BC // 2, j])
                             odd_rows[i, j] = T.cast(T.cast(rows_shared[i, j], "float32") * decay, tile.io)
-                        T.gemm(odd_rows, anchored_keys, products, transpose_B=True)
+                        tile.gemm(odd_rows, anchored_keys, products, transpose_B=True)
                 for s, pair in zip(levels, pairs, strict=True):
                     for r, j in tile.parallel(half, BK):
                         decay = T.exp2(g_shared[odd_row(r, s), j] - g_shared[even_row(r // s * s, s) + s, j])
@@ -204,7 +204,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                     for r, j in tile.parallel(half, BK):
                         growth = T.exp2(g_shared[even_row(r // s * s, s) + s, j] - g_shared[even_row(r, s), j])
                         even_rows[r, j] = T.cast(T.cast(k_shared[even_row(r, s), j], "float32") * growth, tile.io)
-                    T.gemm(odd_rows, even_rows, pair, transpose_B=True)
+                    tile.gemm(odd_rows, even_rows, pair, transpose_B=True)
 
             q_factor = tile.shared((BT,), "float32")
             k_factor = tile.shared((BT,), "float32")
@@ -265,9 +265,9 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
             for s in merges:
                 for i, j in tile.parallel(BT, BT):
                     level[i, j] = T.cast(T.if_then_else((i // s) ^ (j // s) == 1, lower[i, j], 0.0), tile.io)
-                T.gemm(inverse, level, merged, clear_accum=True)
+                tile.gemm(inverse, level, merged, clear_accum=True)
                 T.copy(merged, level)
-                T.gemm(level, inverse, merged, clear_accum=True)
+                tile.gemm(level, inverse, merged, clear_accum=True)
                 for i, j in tile.parallel(BT, BT):
                     if ((i // s) ^ (j // s) == 1) & (i > j):
                         inverse[i, j] = T.cast(-merged[i, j], tile.io)

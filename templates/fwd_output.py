@@ -109,8 +109,8 @@ def build(case: Case, config: FwdOutputConfig) -> Any:
             for i_k in tile.pipelined(p.KP // BK, num_stages=config.num_stages):
                 T.copy(qg[i_t, i_h, :, i_k * BK : (i_k + 1) * BK], q_shared)
                 T.copy(h[i_t, i_h, i_k * BK : (i_k + 1) * BK, v0 : v0 + BV], h_shared)
-                T.gemm(q_shared, h_shared, o_frag)
-            T.gemm(A_shared, v_shared, o_frag)
+                tile.gemm(q_shared, h_shared, o_frag)
+            tile.gemm(A_shared, v_shared, o_frag)
             T.copy(o_frag, o_shared)  # through shared memory: 16-byte writes
             for i, j in tile.parallel(BT, BV):
                 if (i < count) & (v0 + j < V):

@@ -149,14 +149,14 @@ def build(case: Case, config: FwdStateConfig) -> Any:
                 T.copy(g_cumsum[first + i_c, i_h, BT - 1, :], decay)
                 T.copy(state, state_shared)
                 T.copy(state_shared, h[first + i_c, i_h, :, v0 : v0 + BV])
-                T.gemm(w_shared, state_shared, value, clear_accum=True)
+                tile.gemm(w_shared, state_shared, value, clear_accum=True)
                 for i, j in tile.parallel(BT, BV):
                     value[i, j] = T.cast(u_shared[i, j], "float32") - value[i, j]
                 T.copy(value, value_shared)
                 T.copy(value_shared, v_new[first + i_c, i_h, :, v0 : v0 + BV])
                 for i, j in tile.parallel(KP, BV):
                     state[i, j] = state[i, j] * T.exp2(decay[i])
-                T.gemm(kg_shared, value_shared, state, transpose_A=True)
+                tile.gemm(kg_shared, value_shared, state, transpose_A=True)
             if p.final_state:
                 for i, j in tile.parallel(KP, BV):
                     if (i < K) & (v0 + j < V):

@@ -145,7 +145,7 @@ def build(case: Case, config: FwdWyConfig) -> Any:
                     inside = (i < count) & (i_v * BV + j < V)
                     raw = T.if_then_else(inside, v[start + i, i_hv, i_v * BV + j], 0)
                     v_shared[i, j] = T.cast(T.cast(raw, "float32") * b_factor[i], tile.io)
-                T.gemm(A_shared, v_shared, u_frag, clear_accum=True)
+                tile.gemm(A_shared, v_shared, u_frag, clear_accum=True)
                 T.copy(u_frag, v_shared)  # through shared memory: 16-byte writes
                 T.copy(v_shared, u[i_t, i_hv, :, i_v * BV : (i_v + 1) * BV])
 
@@ -160,7 +160,7 @@ def build(case: Case, config: FwdWyConfig) -> Any:
                     k_shared[i, j] = T.cast(key * (b_factor[i] * decay), tile.io)
                     kg[i_t, i_hv, i, i_k * BK + j] = T.cast(key * T.exp2(g_shared[BT - 1, j] - g_shared[i, j]), tile.io)
                     qg[i_t, i_hv, i, i_k * BK + j] = T.cast(T.cast(q_raw, "float32") * (q_factor[i] * decay), tile.io)
-                T.gemm(A_shared, k_shared, w_frag, clear_accum=True)
+                tile.gemm(A_shared, k_shared, w_frag, clear_accum=True)
                 T.copy(w_frag, k_shared)
                 T.copy(k_shared, w[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK])
 
