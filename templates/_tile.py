@@ -91,6 +91,19 @@ def _read_tf32(x):
     return T.reinterpret(T.bitwise_and(T.reinterpret(x, "uint32"), T.uint32(0xFFFFE000)), "float32")
 
 
+def rest_bytes(case: Case, *operands: tuple[int, int]) -> int:
+    """Shared memory of the rests that :meth:`Tile.gemm` makes of fp32 operands on CUDA; 0 for other dtypes.
+
+    Args:
+        case: what the kernel is built for.
+        operands: shapes of the operands of every product in the kernel. Where their lives allow it TileLang lays rests
+            over one another, so this is an upper bound.
+    """
+    if case.device.kind == "cpu" or case.problem.dtype != "fp32":
+        return 0
+    return 4 * sum(rows * columns for rows, columns in operands)
+
+
 def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
     """``T.Tensor`` annotation of a kernel parameter from the stage's own spec.
 

@@ -16,7 +16,7 @@ import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import split_chunks
-from kda_tl.templates._tile import Tile, annotate
+from kda_tl.templates._tile import Tile, annotate, rest_bytes
 
 INPUTS = {
     "do": "tokens HV V : io",
@@ -65,6 +65,7 @@ class BwdOutputConfig(Config):
             return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
         io = 4 if p.dtype == "fp32" else 2
         smem = BT * (BT + 2 * self.BV) * io
+        smem += rest_bytes(case, *[(BT, width) for width in (self.BV, self.BV, BT, self.BV)])
         if smem > case.device.smem_bytes:
             return f"BV={self.BV} needs {smem} bytes of shared memory of {case.device.smem_bytes}"
         registers = BT * (BT + self.BV) // self.threads

@@ -17,7 +17,7 @@ import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import split_chunks
-from kda_tl.templates._tile import Tile, annotate
+from kda_tl.templates._tile import Tile, annotate, rest_bytes
 
 INPUTS = {
     "qg": "NT HV BT KP : io",
@@ -99,6 +99,8 @@ class BwdStateConfig(Config):
         once = [p.KP * self.BV * io] + [case.BT * self.BV * io] * 2
         tiles = [self.num_stages * size for size in ahead] + once
         smem = sum(-(-size // 1024) * 1024 for size in tiles)  # every tile starts at a multiple of 1024 bytes
+        values, state = [(case.BT, self.BV)] * 2, (p.KP, self.BV)
+        smem += rest_bytes(case, *[(case.BT, p.KP)] * 3, state, *values)
         if smem > case.device.smem_bytes:
             return f"BV={self.BV}, num_stages={self.num_stages} need {smem} bytes of {case.device.smem_bytes} shared"
         registers = ((p.KP + case.BT) * 4 + case.BT * io) * self.BV // (4 * THREADS)  # 224 spill, 192 do not

@@ -27,7 +27,7 @@ import torch
 from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import join_chunks, share_heads, split_chunks
-from kda_tl.templates._tile import Tile, annotate, beta_factor
+from kda_tl.templates._tile import Tile, annotate, beta_factor, rest_bytes
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -140,7 +140,11 @@ class BwdWyConfig(Config):
         """Akk; the operands of a step over V; the tiles of a step over K; row factors and partial sums."""
         BT, BK, BV = case.BT, self.BK, self.BV
         io = 4 if case.problem.dtype == "fp32" else 2
-        return BT * BT * io + (3 * BT + 2 * BK) * BV * io + BT * BK * (4 * io + 8) + 12 * BT + 4 * BK + 1024
+        rests = rest_bytes(
+            case, *[(BT, width) for width in (BT, BV, BV, BV, BV, BV, BV, BT, BK, BK, BK)], *[(BK, BV)] * 3
+        )
+        tiles = BT * BT * io + (3 * BT + 2 * BK) * BV * io + BT * BK * (4 * io + 8)
+        return tiles + rests + 12 * BT + 4 * BK + 1024
 
 
 def build(case: Case, config: BwdWyConfig) -> Any:

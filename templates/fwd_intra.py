@@ -28,7 +28,7 @@ import torch
 from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import share_heads, split_chunks
-from kda_tl.templates._tile import L2NORM_EPS, Tile, annotate, beta_factor
+from kda_tl.templates._tile import L2NORM_EPS, Tile, annotate, beta_factor, rest_bytes
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -106,7 +106,9 @@ class FwdIntraConfig(Config):
         """q, k, their scaled halves, the cumsum; then the two results, which outlive them."""
         io = 4 if case.problem.dtype == "fp32" else 2
         anchored = io if self.diagonal == "anchored" else 0
-        return case.BT * self.BK * (2 * io + 3 * io // 2 + anchored + 4) + case.BT * case.BT * (2 * io + 8)
+        tiles = case.BT * self.BK * (2 * io + 3 * io // 2 + anchored + 4) + case.BT * case.BT * (2 * io + 8)
+        steps = case.BT.bit_length() - 1 if case.problem.KP > self.BK else 0  # in a single step rests share their place
+        return tiles + rest_bytes(case, *[(case.BT, self.BK), (case.BT // 2, self.BK)] * steps)
 
 
 def build(case: Case, config: FwdIntraConfig) -> Any:

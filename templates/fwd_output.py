@@ -14,7 +14,7 @@ import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import join_chunks
-from kda_tl.templates._tile import Tile, annotate
+from kda_tl.templates._tile import Tile, annotate, rest_bytes
 
 INPUTS = {
     "qg": "NT HV BT KP : io",
@@ -70,6 +70,8 @@ class FwdOutputConfig(Config):
         io = 4 if p.dtype == "fp32" else 2
         stage = (case.BT + self.BV) * self.BK * io
         smem = max(self.num_stages, 1) * stage + case.BT * (case.BT + 2 * self.BV) * io
+        step = (case.BT, self.BK), (self.BK, self.BV)
+        smem += rest_bytes(case, *step, (case.BT, case.BT), (case.BT, self.BV))
         if smem > case.device.smem_bytes:
             return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
         return None

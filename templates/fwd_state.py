@@ -14,7 +14,7 @@ import tilelang.language as T
 import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
-from kda_tl.templates._tile import Tile, annotate
+from kda_tl.templates._tile import Tile, annotate, rest_bytes
 
 INPUTS = {
     "w": "NT HV BT KP : io",
@@ -89,6 +89,8 @@ class FwdStateConfig(Config):
         io = 4 if p.dtype == "fp32" else 2
         stage = case.BT * (2 * p.KP + self.BV) * io + p.KP * 4
         smem = self.num_stages * stage + (p.KP + case.BT) * self.BV * io
+        rows, columns = (case.BT, p.KP), (p.KP, self.BV)
+        smem += rest_bytes(case, rows, columns, rows, (case.BT, self.BV))
         if smem > case.device.smem_bytes:
             return f"BV={self.BV}, num_stages={self.num_stages} need {smem} bytes of {case.device.smem_bytes} shared"
         registers = (p.KP + case.BT) * self.BV // THREADS

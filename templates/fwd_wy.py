@@ -17,7 +17,7 @@ import torch
 from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import share_heads, split_chunks
-from kda_tl.templates._tile import Tile, annotate, beta_factor
+from kda_tl.templates._tile import Tile, annotate, beta_factor, rest_bytes
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -87,6 +87,7 @@ class FwdWyConfig(Config):
             return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
         io = 4 if case.problem.dtype == "fp32" else 2
         smem = case.BT * io * (case.BT + 4 * self.BK + 2 * self.BV) + case.BT * self.BK * 4
+        smem += rest_bytes(case, *[(case.BT, width) for width in (case.BT, self.BV, case.BT, self.BK)])
         if smem > case.device.smem_bytes:
             return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
         return None

@@ -21,6 +21,7 @@ from kda_tl.problem import BETAS, GATES, Problem
 from kda_tl.records import Check, Timing, VsDefault
 from kda_tl.reference import l2norm, recurrent_gradients, recurrent_kda, relative_error
 from kda_tl.stage import Case, Config, Plan, Stage
+from kda_tl.static import StaticJob
 from kda_tl.templates.pipelines import Pipeline
 
 F64 = torch.float64
@@ -372,6 +373,14 @@ def make_entry(problem: Problem, plan: Plan, ratio: float = 1.2, stale: bool = F
         templates={name: "0" * 64 if stale else templates.fingerprint(name) for name, _ in plan.stages},
         provenance={"date": "2026-01-01"},
     )
+
+
+def inspect_job(job: tuple[str, Case]) -> tuple[str, dict[str, Any]]:
+    """Source of a stage's default, and what its binary says of itself: for worker processes."""
+    name, case = job
+    stage = templates.load(name)
+    config = stage.default(case)
+    return compile_stage(stage, case, config).source, StaticJob(stage=stage, case=case, config=config).run()
 
 
 def compile_job(job: tuple[str, Case, Config | None]) -> str:
