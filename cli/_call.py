@@ -77,6 +77,28 @@ def make_launch(inputs: Inputs, direction: str, plan: Plan | None = None) -> Lau
     return run_pinned
 
 
+def make_step(operator: Callable[[Inputs], Any], inputs: Inputs) -> Launch:
+    """A training step of any implementation: its forward, then gradients of all tensors; to be timed or captured.
+
+    Args:
+        operator: takes the arguments of chunk_kda by name, returns o and the final state.
+        inputs: these arguments.
+    """
+    given = {name: inputs.get(name) for name in TENSORS}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+
+    def run_forward() -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            return tuple(x for x in operator({**inputs, **leaves})[:2] if x is not None)
+
+    gradients = tuple(x for x in draw_gradients(*run_forward()) if x is not None)
+
+    def run_step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(run_forward(), list(leaves.values()), gradients)
+
+    return run_step
+
+
 def _describe_recurrence(inputs: Inputs) -> dict[str, Any]:
     """Arguments of the recurrence from those of the operator."""
     computed, lower_bound = inputs["use_gate_in_kernel"], inputs["lower_bound"]

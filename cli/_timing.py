@@ -1,19 +1,23 @@
-"""Timing of a workload: its stages one by one, then whole calls of the operator and its peers in turns."""
+"""Timing of a workload: its stages one by one, then whole calls of the operator and its peers in turns.
+
+Of a backward, whole calls are training steps: PyTorch frees and allocates as it does in training.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kda_tl.bench import operator_tensors, torch_device
-from kda_tl.cli._call import make_launch
+from kda_tl.chunk import chunk_kda
+from kda_tl.cli._call import make_step
 from kda_tl.cli._console import one_line
 from kda_tl.cli._floor import Ceilings, Row, call_bytes
-from kda_tl.cli._peers import find_peers
+from kda_tl.cli._peers import Operator, find_peers
 from kda_tl.device import Device
 from kda_tl.dispatch import prepare
 from kda_tl.errors import CompileError
@@ -39,13 +43,17 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRow:
-    """A whole call, as issued from Python, as a CUDA graph, and the host's part of it."""
+    """A whole call, as issued from Python, as a CUDA graph, and the host's part of it; of a backward, with its forward.
+
+    ``peak_bytes`` is what a call adds to the device's allocated memory at most, None on the CPU.
+    """
 
     name: str
     eager_us: float
     eager_mad_us: float
     graph_us: float | None
     host_us: float
+    peak_bytes: int | None
     floor_us: float
     share_of_floor: float
     speed: float
@@ -120,22 +128,20 @@ def _time_stages(
 def _time_calls(
     workload: Workload, device: Device, ceilings: Ceilings, settings: Settings, program: Program
 ) -> tuple[tuple[CallRow, ...], dict[str, str]]:
-    """The operator and its peers, round by round in turns; of a backward, without the forward before it."""
+    """The operator and its peers, round by round in turns; of a backward, whole steps with the forward before it."""
     where = torch_device(device)
     inputs = workload.inputs(where)
-    calls: dict[str, Call] = {OURS: make_launch(inputs, workload.direction)}
+    operators: dict[str, Operator] = {OURS: lambda given: chunk_kda(**given)}
     left_out: dict[str, str] = {}
     if settings.peers:
-        peers, left_out = find_peers(workload, inputs)
-        calls |= peers
-    outputs = _try_calls(calls, left_out)
-    calls = {name: calls[name] for name in outputs}
-    eager_only = workload.direction == "bwd"  # it runs on the stream of its forward, which is not captured
-    graphs = {name: graph for name, call in calls.items() if not eager_only and (graph := _capture(call, device))}
+        peers, left_out = find_peers(workload, where)
+        operators |= peers
+    calls, outputs = _try_operators(operators, inputs, workload.direction, left_out)
+    graphs = {name: graph for name, call in calls.items() if (graph := _capture(call, device))}
     eager = time_interleaved(calls, where, rounds=settings.rounds, reps=settings.reps)
     replayed = time_interleaved(graphs, where, rounds=settings.rounds, reps=settings.reps)
     eager_us, graph_us = ({name: summarise(x)[0] for name, x in rounds.items()} for rounds in (eager, replayed))
-    floor = ceilings.floor_us(_least_cost(workload, program))
+    floor = ceilings.floor_us(_least_cost(workload, device, program))
     rows = [
         CallRow(
             name=name,
@@ -143,6 +149,7 @@ def _time_calls(
             eager_mad_us=summarise(eager[name])[1],
             graph_us=graph_us.get(name),
             host_us=time_host(call, where, reps=100 if device.kind == "cuda" else 3),
+            peak_bytes=_peak_bytes(call, where),
             floor_us=floor,
             share_of_floor=floor / graph_us.get(name, eager_us[name]),
             speed=_compare(graph_us if {name, OURS} <= graph_us.keys() else eager_us, name),
@@ -157,26 +164,51 @@ def _compare(times_us: Mapping[str, float], name: str) -> float:
     return times_us[OURS] / times_us[name]
 
 
-def _try_calls(calls: Mapping[str, Call], left_out: dict[str, str]) -> dict[str, torch.Tensor]:
-    """What each call computes; a peer that refuses the problem is left out, and why."""
+def _try_operators(
+    operators: Mapping[str, Operator], inputs: Mapping[str, Any], direction: str, left_out: dict[str, str]
+) -> tuple[dict[str, Call], dict[str, torch.Tensor]]:
+    """Calls to time, and what each computes; a peer that refuses the problem is left out, and why."""
+    calls: dict[str, Call] = {}
     outputs = {}
-    for name, call in calls.items():
+    for name, operator in operators.items():
         try:
+            call = make_step(operator, inputs) if direction == "bwd" else functools.partial(operator, inputs)
             outputs[name] = call()[0]
+            calls[name] = call
         except Exception as error:  # peers refuse however they like
             if name == OURS:
                 raise
             left_out[name] = one_line(error)
-    return outputs
+    return calls, outputs
 
 
-def _least_cost(workload: Workload, program: Program) -> Cost:
-    """Inputs in and outputs out once; the FLOPs are those of the stages."""
-    plan, problem = program.plan, workload.problem()
-    NT = sum(-(-(end - start) // plan.BT) for start, end in zip(workload.bounds, workload.bounds[1:], strict=False))
-    sizes = {"tokens": workload.tokens, "NT": NT, "N": len(workload.bounds) - 1}
-    costs = [k.stage.cost(k.case, sizes) for k in program.kernels.values()]
-    return Cost(bytes=call_bytes(problem), flops=sum(cost.flops for cost in costs))
+def _least_cost(workload: Workload, device: Device, program: Program) -> Cost:
+    """Inputs in and outputs out once, for each pass of a call; the FLOPs are those of the stages."""
+    problem = workload.problem()
+    programs, moved = [program], call_bytes(problem)
+    if problem.direction == "bwd":
+        forward = replace(problem, direction="fwd")
+        programs += [found for found in (prepare(forward, device)[1],) if found]
+        moved += call_bytes(forward)
+    flops = 0
+    for each in programs:
+        bounds, BT = workload.bounds, each.plan.BT
+        NT = sum(-(-(end - start) // BT) for start, end in zip(bounds, bounds[1:], strict=False))
+        sizes = {"tokens": workload.tokens, "NT": NT, "N": len(bounds) - 1}
+        flops += sum(kernel.stage.cost(kernel.case, sizes).flops for kernel in each.kernels.values())
+    return Cost(bytes=moved, flops=flops)
+
+
+def _peak_bytes(call: Call, where: torch.device) -> int | None:
+    """Device memory that a call needs beside what is allocated already; its results are part of it."""
+    if where.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _capture(call: Call, device: Device) -> Callable[[], Any] | None:

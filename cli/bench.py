@@ -111,7 +111,7 @@ def _describe(ceilings: Ceilings) -> str:
     return (
         f"Ceilings, measured here: {format_number(moved)} GB/s copied, {format_number(computed * 1e3)} GFLOP/s in "
         f"{ceilings.dtype} matmul.\nfloor: the time that either takes, as a share of the time measured. "
-        "speed: relative to kda_tl. diff: from its o.\n"
+        "speed: relative to kda_tl. diff: from its first result.\n"
     )
 
 
@@ -143,7 +143,7 @@ def _stage_table(rows: Sequence[Row], cpu: bool) -> Any:
 
 
 def _call_table(rows: Sequence[CallRow]) -> Any:
-    right = ("eager", "mad", "graph", "host", "floor", "speed", "diff")
+    right = ("eager", "mad", "graph", "host", "peak", "floor", "speed", "diff")
     table = make_table("call", *right, right=right)
     for row in rows:
         table.add_row(
@@ -152,6 +152,7 @@ def _call_table(rows: Sequence[CallRow]) -> Any:
             format_us(row.eager_mad_us),
             format_us(row.graph_us),
             format_us(row.host_us),
+            "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
             f"{row.share_of_floor:.1%}",
             format_ratio(row.speed),
             format_error(row.difference),
