@@ -1,0 +1,150 @@
+"""Trains a small KDA language model of FLA with its own kernels and with ours, and plots the loss curves.
+
+    FLA_TILELANG=0 python train_curve.py train train_curve.json    # needs a GPU, FLA 0.6 and transformers
+    python train_curve.py plot train_curve.json train_curve.png    # needs matplotlib
+
+The data is made on the spot: sequences that repeat a random word of 64 tokens, so that the model learns to look back.
+Four runs from the same weights on the same batches: FLA twice, FLA from weights that differ by 2^-12 of their size (how
+far apart rounding alone drives two runs), and FLA's model with ``kda_tl.fla.register()``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STEPS, BATCH, TOKENS, WORD, VOCABULARY = 200, 16, 512, 64, 64
+MODEL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_heads": 4,
+    "head_dim": 64,
+    "hidden_ratio": 2,
+    "vocab_size": VOCABULARY,
+    "fuse_cross_entropy": False,
+}
+RUNS = ("FLA", "FLA again", "FLA, weights 2^-12 off", "kda_tl")
+SMOOTHED = 10  # steps
+
+
+def train_all(file: Path) -> None:
+    """Runs everything and writes losses, versions and differences."""
+    import fla
+    import torch
+
+    import kda_tl
+    from kda_tl.db import provenance
+
+    kda_tl.fla.register()
+    losses, seconds = {}, {}
+    for run in RUNS:
+        start = time.perf_counter()
+        losses[run] = train(run)
+        seconds[run] = time.perf_counter() - start
+        print(f"{run}: {losses[run][0]:.4f} -> {losses[run][-1]:.4f} in {seconds[run]:.0f} s", flush=True)
+    about = {**provenance(), "gpu": torch.cuda.get_device_name(), "fla": fla.__version__, "seconds": seconds}
+    about["settings"] = {"steps": STEPS, "batch": BATCH, "tokens": TOKENS, "model": MODEL}
+    about["differences"] = {run: difference(losses["FLA"], losses[run]) for run in RUNS[1:]}
+    file.write_text(json.dumps({"about": about, "losses": losses}, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(about["differences"]))
+
+
+def train(run: str) -> list[float]:
+    """Losses of all steps."""
+    import torch
+    from fla.models import KDAConfig, KDAForCausalLM
+
+    import kda_tl.fla
+
+    os.environ["KDA_TL_FLA"] = "1" if run == "kda_tl" else "0"
+    served = count_calls(kda_tl.fla)
+    torch.manual_seed(0)
+    model = KDAForCausalLM(KDAConfig(**MODEL)).cuda()
+    if "off" in run:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + 2**-12 * torch.randn_like(weight))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    batches = torch.Generator(device="cuda").manual_seed(1)
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        words = torch.randint(VOCABULARY, (BATCH, WORD), generator=batches, device="cuda")
+        tokens = words.repeat(1, TOKENS // WORD)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(input_ids=tokens, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    expected = STEPS * MODEL["num_hidden_layers"] if run == "kda_tl" else 0
+    if served.calls != expected:
+        raise SystemExit(f"{run}: kda_tl served {served.calls} calls, expected {expected}")
+    return torch.stack(losses).tolist()
+
+
+def count_calls(module: Any) -> Any:
+    """Counts the calls of FLA that reach us."""
+    serve = getattr(module.chunk_kda, "serve", module.chunk_kda)
+
+    def counted(**arguments: Any) -> Any:
+        counted.calls += 1
+        return serve(**arguments)
+
+    counted.calls, counted.serve = 0, serve
+    module.chunk_kda = counted
+    return counted
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Means over the last steps."""
+    return [sum(losses[max(0, n - SMOOTHED + 1) : n + 1]) / min(n + 1, SMOOTHED) for n in range(len(losses))]
+
+
+def difference(one: list[float], other: list[float]) -> dict[str, float]:
+    """How far apart two curves are: the worst step, the worst of the smoothed steps, and the mean distance."""
+    apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    smoothed = [abs(a - b) for a, b in zip(smooth(one), smooth(other), strict=True)]
+    return {"worst": max(apart), "worst_smoothed": max(smoothed), "mean": sum(apart) / len(apart)}
+
+
+def plot(file: Path, image: Path) -> None:
+    """Draws the curves above, and below their distances from the first FLA run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = json.loads(file.read_text(encoding="utf-8"))
+    losses, about = found["losses"], found["about"]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1), layout="constrained")
+    styles = dict(zip(RUNS, (("C0", "-", 3.0), ("C1", "--", 2.0), ("C2", "-.", 1.5), ("C3", ":", 2.0)), strict=True))
+    for run, (color, line, width) in styles.items():
+        top.plot(losses[run], color=color, linestyle=line, linewidth=width, label=run)
+        if run != RUNS[0]:
+            apart = [abs(a - b) for a, b in zip(smooth(losses[run]), smooth(losses[RUNS[0]]), strict=True)]
+            bottom.semilogy([max(x, 1e-7) for x in apart], color=color, linestyle=line, linewidth=width, label=run)
+    top.set_ylabel("loss (nats a token)")
+    top.legend()
+    top.set_title(f"KDA language model of FLA {about['fla']}, {about['gpu']}, {about['date']}")
+    bottom.set_ylabel(f"|difference from FLA|,\nmeans over {SMOOTHED} steps")
+    bottom.set_xlabel("step")
+    bottom.grid(alpha=0.3)
+    top.grid(alpha=0.3)
+    figure.savefig(image, dpi=110)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "train":
+        train_all(Path(sys.argv[2]))
+    elif len(sys.argv) == 4 and sys.argv[1] == "plot":
+        plot(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        sys.exit(__doc__)
