@@ -6,14 +6,13 @@ All functions take the operator's arguments by name, as its ``locals()``.
 from __future__ import annotations
 
 import numbers
-import warnings
 from typing import Any
 
 import torch
 
 from kda_tl.device import Device, cpu_device, cuda_device
 from kda_tl.dispatch import DEFAULT_BT
-from kda_tl.errors import InputError, UnsupportedError
+from kda_tl.errors import InputError
 from kda_tl.kernel import NAME_OF_DTYPE
 from kda_tl.problem import LOWER_BOUND_RANGE, Problem
 from kda_tl.stage import BT_CHOICES
@@ -85,27 +84,15 @@ def check_tensors(a: dict[str, Any]) -> None:
 
 
 def needs_gradients(a: dict[str, Any]) -> bool:
-    """Whether autograd must record the call.
-
-    Raises:
-        UnsupportedError: it must, on a GPU.
-    """
-    needing = [name for name in TENSORS if a[name] is not None and a[name].requires_grad]
-    if needing and a["q"].is_cuda:
-        raise UnsupportedError(
-            f"{', '.join(needing)} require gradients, and the backward of chunk_kda has not been checked on a GPU yet:"
-            " call it under torch.no_grad() or torch.inference_mode(), or on the CPU."
-        )
-    return bool(needing)
+    """Whether autograd must record the call."""
+    return torch.is_grad_enabled() and any(a[name] is not None and a[name].requires_grad for name in TENSORS)
 
 
-def rename_state_layout(old: bool, new: bool) -> bool:
-    """What ``state_v_first`` is when a caller uses its old name, as FLA has it: with a warning, and not both."""
-    if new:
+def find_state_layout(old: bool | None, new: bool) -> bool:
+    """What ``state_v_first`` is, by its old name where that is given. Raises InputError if both are."""
+    if old is not None and new:
         raise InputError("pass state_v_first without transpose_state_layout, its old name.")
-    text = "transpose_state_layout is the old name of state_v_first: pass that."
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
-    return old
+    return new if old is None else old
 
 
 def check_flags(a: dict[str, Any]) -> None:

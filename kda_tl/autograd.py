@@ -1,6 +1,7 @@
 """``chunk_kda`` as a differentiable function: the backward is a pass with a plan of its own.
 
-The forward keeps its inputs and nothing else; the backward computes the intermediates again.
+The forward keeps its inputs and nothing else, and the backward computes the intermediates again; with
+``disable_recompute`` the forward keeps those too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from kda_tl.arguments import TENSORS
-from kda_tl.call import Ready, choose_backward, run_backward, run_forward
+from kda_tl.call import Ready, choose_backward, run_backward, run_forward, run_keeping
 from kda_tl.errors import UnsupportedError
 from kda_tl.program import Compute
 
@@ -25,16 +26,24 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: Ready, compute: Compute, a: dict[str, Any], *tensors: torch.Tensor | None) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)  # autograd then tells if one is written to before the backward
-        ctx.ready, ctx.choice = ready, choose_backward(ready)
+        ctx.ready, ctx.chosen = ready, choose_backward(ready, keep=a["disable_recompute"])
         ctx.others = {name: value for name, value in a.items() if name not in TENSORS}
-        o, ht, *states = run_forward(ready, compute, a)
+        factors: dict[str, torch.Tensor | None] = {}
+        if ctx.chosen.factors:
+            (o, ht, *states), factors = run_keeping(ready, ctx.chosen.factors, a)
+        else:
+            o, ht, *states = run_forward(ready, compute, a)
+        # autograd then frees them, and tells if one is written to before the backward
+        ctx.save_for_backward(*tensors, *factors.values())
         ctx.mark_non_differentiable(*states)
         return o, ht, *states
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, *_states: None) -> Any:
-        return None, None, None, *_Backward.apply(ctx, do, dht, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        saved, names = ctx.saved_tensors, ctx.chosen.factors
+        factors = dict(zip(names, saved[len(TENSORS) :], strict=True)) if names else None
+        tensors = saved[: len(TENSORS)]
+        return None, None, None, *_Backward.apply(ctx, factors, do, dht, *tensors)  # type: ignore[no-untyped-call]
 
 
 class _Backward(torch.autograd.Function):
@@ -42,10 +51,15 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: Any, do: torch.Tensor | None, dht: torch.Tensor | None, *tensors: torch.Tensor | None
+        ctx: Any,
+        of: Any,
+        factors: dict[str, torch.Tensor | None] | None,
+        do: torch.Tensor | None,
+        dht: torch.Tensor | None,
+        *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         a = of.others | dict(zip(TENSORS, tensors, strict=True))
-        found = run_backward(of.ready, of.choice, a, do, dht)
+        found = run_backward(of.ready, of.chosen, a, do, dht, factors)
         wanted = of.needs_input_grad[-len(TENSORS) :]
         return tuple(found[name] if want else None for name, want in zip(TENSORS, wanted, strict=True))
 

@@ -5,7 +5,9 @@ All functions take the operator's arguments by name, as its ``locals()``.
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -89,13 +91,18 @@ def _make_ready(
 
 
 def _bind(
-    program: Program, problem: Problem, bounds: tuple[int, ...], where: torch.device, unwanted: tuple[str, ...] = ()
+    program: Program,
+    problem: Problem,
+    bounds: tuple[int, ...],
+    where: torch.device,
+    unwanted: tuple[str, ...] = (),
+    kept: tuple[str, ...] = (),
 ) -> tuple[Compute, dict[str, Any]]:
     """A program for the lengths of a call, and the chunk tables it takes."""
     layout = make_layout(bounds, program.plan.BT, where)
     sizes = {"tokens": problem.tokens, "NT": layout.NT, "N": layout.N}
     tables = {"chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
-    return program.bind(sizes, where, unwanted), tables
+    return program.bind(sizes, where, unwanted, kept), tables
 
 
 def token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
@@ -124,8 +131,20 @@ def _operands(p: Problem, a: dict[str, Any], **more: Tensor) -> dict[str, Any]:
 
 def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
     """Launches the kernels; nothing here waits for the device."""
+    return _view_results(ready, a, compute(_operands(ready.problem, a) | ready.constants))
+
+
+def run_keeping(ready: Ready, names: tuple[str, ...], a: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
+    """:func:`run_forward`, and the factors of these names for the backward."""
+    program = build_program(ready.choice.plan, ready.problem.without_lengths(), ready.device)
+    compute, _ = _bind(program, ready.problem, ready.bounds, a["q"].device, kept=names)
+    out = compute(_operands(ready.problem, a) | ready.constants)
+    return _view_results(ready, a, out), {name: out[name] for name in names}
+
+
+def _view_results(ready: Ready, a: dict[str, Any], out: Mapping[str, Any]) -> Any:
+    """A pass's results as the operator returns them."""
     q, p = a["q"], ready.problem
-    out = compute(_operands(p, a) | ready.constants)
     o = out["o"].view(a["v"].shape)
     if o.dtype != q.dtype:  # the CPU target computes in fp32
         o = o.to(q.dtype)
@@ -135,28 +154,84 @@ def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
     return o, out["ht"], h.transpose(-1, -2) if p.state_v_first else h
 
 
-def choose_backward(ready: Ready) -> Choice:
-    """The plan of a call's backward, chosen with its forward: pins and overlays hold where the operator is called."""
-    return choose(replace(ready.problem, direction="bwd"), ready.device, ready.chunk_size)
+class Backward(NamedTuple):
+    """How a call's backward runs.
+
+    Attributes:
+        choice: its plan, and why.
+        factors: names of what the forward keeps for it; empty if it computes them again.
+    """
+
+    choice: Choice
+    factors: tuple[str, ...] = ()
+
+
+def choose_backward(ready: Ready, keep: bool = False) -> Backward:
+    """The backward of a call, chosen with its forward: pins and overlays hold where the operator is called.
+
+    Args:
+        ready: of the forward call.
+        keep: resume from the forward's factors, if a plan can that cuts the same chunks.
+
+    Raises:
+        InputError: ``keep``, and the pinned plan cuts other chunks.
+    """
+    problem, forward = replace(ready.problem, direction="bwd"), ready.choice.plan
+    choice = choose(problem, ready.device, ready.chunk_size)
+    if not keep or forward is None or choice.plan is None:
+        return Backward(choice)
+    resumable: Choice | None = choice
+    if choice.plan.BT != forward.BT:
+        if choice.step == "pinned":
+            raise InputError(
+                f"disable_recompute=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
+                f" and the forward BT={forward.BT}: pass chunk_size={choice.plan.BT}, pin plans of one BT, or leave"
+                " disable_recompute out."
+            )
+        resumable = _choose_chunks(problem, ready.device, forward.BT, context())
+    if resumable is None or resumable.plan is None:
+        return Backward(choice)
+    from kda_tl.templates.pipelines import PIPELINES
+
+    factors = PIPELINES[resumable.plan.pipeline].factors
+    made = set(factors) <= set(PIPELINES[forward.pipeline].factors)
+    return Backward(resumable, factors) if made else Backward(choice)
+
+
+@functools.lru_cache(maxsize=512)
+def _choose_chunks(problem: Problem, device: Device, BT: int, _context: tuple[Any, ...]) -> Choice | None:
+    """The choice among plans of one BT; None where the device has no room, or a pinned numerics class no plan."""
+    try:
+        return choose(problem, device, BT)
+    except InputError:
+        return None
 
 
 def run_backward(
-    ready: Ready, choice: Choice, a: dict[str, Any], do: Tensor | None, dht: Tensor | None
+    ready: Ready,
+    backward: Backward,
+    a: dict[str, Any],
+    do: Tensor | None,
+    dht: Tensor | None,
+    factors: Mapping[str, Tensor | None] | None = None,
 ) -> dict[str, Tensor | None]:
     """Gradients of the tensor arguments by name, in their shapes and dtypes; None for absent ones.
 
     Args:
         ready: of the forward call.
-        choice: of :func:`choose_backward`.
+        backward: of :func:`choose_backward`.
         a: the arguments of the forward call.
         do: gradient of o, zeros if None.
         dht: gradient of the final state, absent if None.
+        factors: of :func:`run_keeping`; computed again if None.
     """
     p, where = replace(ready.problem, direction="bwd", final_state=dht is not None), a["q"].device
-    program = build_program(choice.plan, p.without_lengths(), ready.device)
+    program = build_program(backward.choice.plan, p.without_lengths(), ready.device, resumed=factors is not None)
     compute, tables = _bind(program, p, ready.bounds, where)
     do = torch.zeros_like(a["v"]) if do is None else do.to(a["v"].dtype)
     tensors = _operands(p, a, do=do) | {"dht": None if dht is None else _aligned(dht.float())}
+    # hooks on saved tensors (offloading) may give them back anywhere in memory
+    tensors |= {name: None if x is None else _aligned(x) for name, x in (factors or {}).items()}
     out = compute(tensors | ready.constants | tables)
     found = {name: out[gradient_name(name)] for name in TENSORS}
     return {name: None if x is None else x.view(a[name].shape).to(a[name].dtype) for name, x in found.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
-from kda_tl.arguments import check_tensors, needs_gradients, parse_problem, rename_state_layout
+from kda_tl.arguments import check_tensors, find_state_layout, needs_gradients, parse_problem
 from kda_tl.autograd import run_differentiable
 from kda_tl.call import find_ready, run_forward, run_reference, token_bounds
 from kda_tl.dispatch import Choice, choose
@@ -31,6 +32,7 @@ def chunk_kda(
     safe_gate: bool = False,
     lower_bound: float | None = None,
     *,
+    disable_recompute: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     state_v_first: bool = False,
@@ -60,6 +62,9 @@ def chunk_kda(
         allow_neg_eigval: step size = 2 * sigmoid(beta).
         safe_gate: the caller promises log decays in [-5, 0); needs ``lower_bound`` if the gate is computed here.
         lower_bound: of the log decay in nats, in [-5, 0).
+        disable_recompute: keep the intermediates of the forward for the backward, which else computes them again: the
+            same gradients, sooner, for more memory. They are computed again all the same inside ``torch.compile``, and
+            where the backward has no room for the forward's chunks.
         A_log: [HV] float; may be missing if ``lower_bound`` is given.
         dt_bias: [HV * K] or [HV, K] float, zero unless given.
         state_v_first: states are [V, K].
@@ -77,14 +82,16 @@ def chunk_kda(
 
     Raises:
         InputError: an argument cannot be used; the message says what to pass instead.
-        UnsupportedError: gradients are needed on a GPU, where the backward has not been checked yet; or a second
-            derivative is.
+        UnsupportedError: a second derivative is needed.
         CompileError: a kernel does not compile on this device.
 
     Source: Kimi Linear, arXiv:2510.26692; names and semantics of FLA v0.6.0 ``fla.ops.kda.chunk_kda``.
     """
     if transpose_state_layout is not None:
-        state_v_first = rename_state_layout(transpose_state_layout, state_v_first)
+        state_v_first = find_state_layout(transpose_state_layout, state_v_first)
+        if not torch.compiler.is_compiling():  # a warning cannot be traced
+            text = "transpose_state_layout is the old name of state_v_first: pass that."
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
     if torch.compiler.is_compiling():
         return run_opaque(
             *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
@@ -96,7 +103,7 @@ def chunk_kda(
     if ready.compute is None:
         return run_reference(ready, arguments)
     run = run_forward
-    if torch.is_grad_enabled() and needs_gradients(arguments):
+    if needs_gradients(arguments):
         run = run_differentiable
     if q.is_cuda and torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
@@ -116,10 +123,8 @@ def explain(*args: Any, **kwargs: Any) -> Choice:
 
     bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
     bound.apply_defaults()
-    if bound.arguments["transpose_state_layout"] is not None:
-        old, new = bound.arguments["transpose_state_layout"], bound.arguments["state_v_first"]
-        bound.arguments["state_v_first"] = rename_state_layout(old, new)
-    check_tensors(bound.arguments)
-    bounds = token_bounds(bound.arguments)
-    problem, device, chunk_size = parse_problem(bound.arguments, bounds)
+    a = bound.arguments
+    a["state_v_first"] = find_state_layout(a["transpose_state_layout"], a["state_v_first"])
+    check_tensors(a)
+    problem, device, chunk_size = parse_problem(a, token_bounds(a))
     return choose(problem, device, chunk_size)

@@ -264,13 +264,13 @@ def choose(problem: Problem, device: Device, chunk_size: int | None = None) -> C
 
 
 @functools.lru_cache(maxsize=512)
-def build_program(plan: Plan, problem: Problem, device: Device) -> Program:
-    """A plan's kernels for a problem without lengths, compiled once a process.
+def build_program(plan: Plan, problem: Problem, device: Device, *, resumed: bool = False) -> Program:
+    """A plan's kernels for a problem without lengths, compiled once a process; see :meth:`Program.build`.
 
     Raises:
         CompileError: a kernel does not compile; the message names stage, config and reason.
     """
-    return Program.build(plan, problem, device)
+    return Program.build(plan, problem, device, resumed=resumed)
 
 
 def prepare(problem: Problem, device: Device, chunk_size: int | None = None) -> tuple[Choice, Program | None]:

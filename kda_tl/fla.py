@@ -13,9 +13,7 @@ import os
 import warnings
 from typing import Any
 
-import torch
-
-from kda_tl.arguments import check_tensors, needs_gradients, parse_problem
+from kda_tl.arguments import check_tensors, find_state_layout, needs_gradients, parse_problem
 from kda_tl.call import token_bounds
 from kda_tl.chunk import chunk_kda
 from kda_tl.dispatch import choose
@@ -26,8 +24,7 @@ SWITCH = "KDA_TL_FLA"
 PRIORITY = 1  # lower is asked first: whoever registers us wants us before FlashKDA (3)
 
 # FLA's arguments in order; it takes A_log, dt_bias, chunk_size and the old name of state_v_first as further keywords.
-# Two are not looked at: disable_recompute, a hint to keep intermediates for the backward, where ours computes them
-# again, to the same gradients; and max_num_seqs, which goes with use_graph.
+# max_num_seqs is not looked at: it goes with use_graph.
 _FLA_ARGUMENTS = (
     "q",
     "k",
@@ -52,7 +49,6 @@ _FLA_ARGUMENTS = (
     "use_graph",
     "max_num_seqs",
 )
-_OLD_STATE_V_FIRST = "transpose_state_layout"
 _OURS = {name: parameter.default for name, parameter in inspect.signature(chunk_kda).parameters.items()}
 
 
@@ -60,11 +56,11 @@ def register() -> None:
     """Offers :func:`kda_tl.chunk_kda` to flash-linear-attention as a backend of ``fla.ops.kda.chunk_kda``.
 
     From then on FLA asks us first, at every call, whether we serve it. A call that we decline goes to FLA's other
-    backends, then to its own kernels: calls that need gradients on a GPU, cp_context, use_graph=True, unknown keywords,
-    whatever chunk_kda refuses (dtypes, K or V above 256, a lower_bound outside [-5, 0)), and all calls on a GPU for
-    which no compiler is found. FLA logs the first reason for declining, and the first call that we serve, at level INFO
-    of the logger ``fla.backends``. disable_recompute is accepted: our backward always computes intermediates again.
-    Intermediate states are, as FLA's, of 64 tokens unless chunk_size is given.
+    backends, then to its own kernels: cp_context, use_graph=True, unknown keywords, intermediate states of a call that
+    needs gradients, whatever chunk_kda refuses (dtypes, K or V above 256, a lower_bound outside [-5, 0)), and all calls
+    on a GPU for which no compiler is found. FLA logs the first reason for declining, and the first call that we serve,
+    at level INFO of the logger ``fla.backends``. Intermediate states are, as FLA's, of 64 tokens unless chunk_size is
+    given.
 
     The environment variable ``KDA_TL_FLA=0``, read at every call, turns us off, unless FLA's own
     ``FLA_KDA_TL=1`` overrides it. To register twice is to register once.
@@ -131,22 +127,15 @@ def _verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
 
 def _run(*args: Any, **kwargs: Any) -> Any:
     """A call of FLA's ``chunk_kda`` that :func:`_verify` accepted."""
-    if _OLD_STATE_V_FIRST in kwargs:
-        message = f"FLA renamed {_OLD_STATE_V_FIRST}: pass state_v_first."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
     given = _name_arguments(args, kwargs)
     return chunk_kda(**{name: value for name, value in given.items() if name in _OURS})
 
 
 def _name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What was given, by our names where we have one; raises UnsupportedError for what FLA itself refuses."""
+    """What was given, by name; raises UnsupportedError for what no function would take."""
     given = dict(zip(_FLA_ARGUMENTS, args, strict=False)) | kwargs
     if len(given) != len(args) + len(kwargs):
         raise UnsupportedError("there are too many positional arguments, or one is given a second time by name.")
-    if _OLD_STATE_V_FIRST in given:
-        if given.get("state_v_first"):
-            raise UnsupportedError(f"{_OLD_STATE_V_FIRST} is the old name of state_v_first: pass only the latter.")
-        given["state_v_first"] = given.pop(_OLD_STATE_V_FIRST)
     return given
 
 
@@ -163,9 +152,10 @@ def _find_reason(given: dict[str, Any]) -> str | None:
             " use_graph=True is FLA's own."
         )
     a = _OURS | given
+    a["state_v_first"] = find_state_layout(a["transpose_state_layout"], a["state_v_first"])
     check_tensors(a)
     problem, device, chunk_size = parse_problem(a, _assume_bounds(a))
-    if torch.is_grad_enabled() and needs_gradients(a) and a["return_intermediate_states"]:
+    if needs_gradients(a) and a["return_intermediate_states"]:
         return "kda_tl's intermediate states carry no gradient: call it under torch.no_grad()."
     if choose(problem, device, chunk_size).plan is None and a["q"].is_cuda:  # on the CPU FLA has no kernels either
         return "kda_tl found no compiler for this GPU: install nvcc (see `kda-tl doctor`)."

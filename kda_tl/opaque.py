@@ -1,7 +1,8 @@
 """``chunk_kda`` for ``torch.compile``: one opaque operator forward and one backward, ``torch.ops.kda_tl.*``.
 
 Eager calls do not pass here: PyTorch's operator layer costs more host time than the rest of a call. Absent tensors are
-empty ones, because operators return no None.
+empty ones, because operators return no None. ``disable_recompute`` does not pass: what an operator returns is fixed, so
+the backward always computes the intermediates again, to the same gradients.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from typing import Any
 
 import torch
 
-from kda_tl.arguments import TENSORS, needs_gradients
+from kda_tl.arguments import TENSORS
 from kda_tl.call import choose_backward, find_ready, run_backward, run_forward, run_reference
 from kda_tl.dispatch import DEFAULT_BT
 from kda_tl.errors import UnsupportedError
 
 Tensor = torch.Tensor
 
-# the arguments of chunk_kda in its order, with their types in a schema
+# the arguments of chunk_kda in its order, but disable_recompute, with their types in a schema
 _TYPES = dict.fromkeys(("q", "k", "v", "g", "beta"), "Tensor") | {
     "scale": "float?",
     "initial_state": "Tensor?",
@@ -40,10 +41,8 @@ _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _TYPES.items())
 
 
 def run_opaque(*arguments: Any) -> Any:
-    """:func:`kda_tl.chunk_kda` with all its arguments in order, as one node of a compiled graph."""
+    """:func:`kda_tl.chunk_kda` with the arguments of ``_TYPES`` in order, as one node of a compiled graph."""
     a = dict(zip(_TYPES, arguments, strict=True))
-    if torch.is_grad_enabled():
-        needs_gradients(a)
     o, ht, h = _forward(*arguments)
     final = ht if a["output_final_state"] else None
     return (o, final, h) if a["return_intermediate_states"] else (o, final)

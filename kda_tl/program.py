@@ -36,8 +36,8 @@ class Program:
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def build(cls, plan: Plan, problem: Problem, device: Device) -> Program:
-        """Compiles every stage of a plan.
+    def build(cls, plan: Plan, problem: Problem, device: Device, *, resumed: bool = False) -> Program:
+        """Compiles every stage of a plan; with ``resumed``, of a backward that goes on from the forward's factors.
 
         Raises:
             CompileError: a stage cannot be compiled.
@@ -46,37 +46,53 @@ class Program:
 
         case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
         pipeline = PIPELINES[plan.pipeline]
+        if resumed and pipeline.resumed is not None:
+            pipeline = pipeline.resumed
         kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in pipeline.stages}
         return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels)
 
-    def bind(self, sizes: Mapping[str, int], device: torch.device, unwanted: tuple[str, ...] = ()) -> Compute:
+    def bind(
+        self,
+        sizes: Mapping[str, int],
+        device: torch.device,
+        unwanted: tuple[str, ...] = (),
+        kept: tuple[str, ...] = (),
+    ) -> Compute:
         """The pass for all calls of one size; calling it does not wait for the device.
 
         Args:
             sizes: tokens, NT and N.
             device: where it runs.
             unwanted: results that the caller has no use for.
+            kept: outputs of stages that the caller wants beside the results.
 
         Returns:
             A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
             the batch) that returns the pipeline's results by name, None for absent ones and on CUDA for unwanted ones.
         """
         if device.type != "cuda":
-            return lambda tensors: self.run(tensors, sizes, device)
-        key = (*sizes.items(), device, unwanted)
+            return lambda tensors: self.run(tensors, sizes, device, kept)
+        key = (*sizes.items(), device, unwanted, kept)
         found = self._replays.get(key)
         if found is None:
             if len(self._replays) >= _REPLAYS_LIMIT:
                 self._replays.clear()
-            found = self._replays[key] = Replay(record(self.compute, self.kernels, sizes), device, unwanted)
+            found = self._replays[key] = Replay(record(self._keep(kept), self.kernels, sizes), device, unwanted)
         return found
 
-    def run(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+    def run(
+        self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device, kept: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         """One call: see :meth:`bind`."""
         if device.type == "cuda":
-            return self.bind(sizes, device)(tensors)
+            return self.bind(sizes, device, kept=kept)(tensors)
 
         def run(stage: Stage, **inputs: Any) -> Sequence[Any]:
             return self.kernels[stage.name](inputs, sizes, device)
 
-        return self.compute(run, tensors)
+        return self._keep(kept)(run, tensors)
+
+    def _keep(self, names: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
+        from kda_tl.templates.pipelines import keeping
+
+        return keeping(self.compute, names) if names else self.compute

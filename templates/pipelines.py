@@ -5,6 +5,8 @@ in the order it declares them, None for absent ones: dispatch launches kernels, 
 records.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +35,9 @@ class Run(Protocol):
         """Returns the outputs in the order the stage declares them."""
 
 
+Compute = Callable[[Run, Mapping[str, Any]], dict[str, Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """One way to compute a pass.
@@ -43,12 +48,32 @@ class Pipeline:
         stages: in launch order.
         compute: ``(run, tensors) -> outputs``: o, ht and h forward; dq, dk, dv, dg, dbeta, dh0, dA_log and ddt_bias
             backward.
+        factors: outputs of stages, by name, that a forward can keep for a backward, or that a backward can resume from.
+        resumed: the backward without the stages that make the factors: it takes them beside its other tensors.
     """
 
     name: str
     direction: str
     stages: tuple[Stage, ...]
-    compute: Callable[[Run, Mapping[str, Any]], dict[str, Any]]
+    compute: Compute
+    factors: tuple[str, ...] = ()
+    resumed: Pipeline | None = None
+
+
+def keeping(compute: Compute, names: tuple[str, ...]) -> Compute:
+    """A pipeline's function that returns these outputs of its stages as well."""
+
+    def compute_and_keep(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+
+        def run_and_keep(stage: Stage, **tensors: Any) -> Sequence[Any]:
+            outputs = run(stage, **tensors)
+            kept.update((name, out) for name, out in zip(stage.outputs, outputs, strict=True) if name in names)
+            return outputs
+
+        return compute(run_and_keep, x) | kept
+
+    return compute_and_keep
 
 
 class _Factors(NamedTuple):
@@ -99,11 +124,16 @@ def _make_factors(run: Run, x: Mapping[str, Any]) -> _Factors:
     return _Factors(g_cumsum=g_cumsum, Aqk=Aqk, Akk=Akk, rstd=rstd, w=w, u=u, kg=kg, qg=qg)
 
 
+def _scan_chunks(run: Run, x: Mapping[str, Any], **factors: Any) -> Sequence[Any]:
+    """The recurrence: h, v_new, ht."""
+    return run(fwd_state.STAGE, h0=x["h0"], seq_chunks=x["seq_chunks"], **factors)
+
+
 def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """Five stages through memory: runs on every target, and each step can be looked at."""
     g_cumsum, Aqk, Akk, rstd, w, u, kg, qg = _make_factors(run, x)
     del Akk, rstd
-    h, v_new, ht = run(fwd_state.STAGE, w=w, u=u, kg=kg, g_cumsum=g_cumsum, h0=x["h0"], seq_chunks=x["seq_chunks"])
+    h, v_new, ht = _scan_chunks(run, x, w=w, u=u, kg=kg, g_cumsum=g_cumsum)
     del w, u, kg, g_cumsum
     (o,) = run(fwd_output.STAGE, qg=qg, h=h, Aqk=Aqk, v_new=v_new, chunk_tokens=x["chunk_tokens"])
     return {"o": o, "ht": ht, "h": h}
@@ -111,9 +141,29 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
 
 def staged_backward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """Four stages of the forward again, then seven of gradients: nothing is kept from the forward but its inputs."""
+    return _make_gradients(run, x, _repeat_forward(run, x))
+
+
+def resumed_backward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """Seven stages of gradients, from factors that the forward kept."""
+    return _make_gradients(run, x, {name: x[name] for name in FACTORS})
+
+
+# What gradients need of the forward. Chunks of both passes must be cut alike: the factors lie chunk by chunk.
+FACTORS = (*_Factors._fields, "h", "v_new")
+
+
+def _repeat_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The factors by name."""
+    made = _make_factors(run, x)
+    h, v_new, _ = _scan_chunks(run, x, w=made.w, u=made.u, kg=made.kg, g_cumsum=made.g_cumsum)
+    return {**made._asdict(), "h": h, "v_new": v_new}
+
+
+def _make_gradients(run: Run, x: Mapping[str, Any], factors: dict[str, Any]) -> dict[str, Any]:
+    """From the factors on, which are taken out of their dict: each lives until its last stage and no longer."""
     chunks = x["chunk_tokens"]
-    g_cumsum, Aqk, Akk, rstd, w, u, kg, qg = _make_factors(run, x)
-    h, v_new, _ = run(fwd_state.STAGE, w=w, u=u, kg=kg, g_cumsum=g_cumsum, h0=x["h0"], seq_chunks=x["seq_chunks"])
+    g_cumsum, Aqk, Akk, rstd, w, u, kg, qg, h, v_new = map(factors.pop, FACTORS)
     dAqk, dv_local = run(bwd_output.STAGE, do=x["do"], Aqk=Aqk, v_new=v_new, chunk_tokens=chunks)
     del Aqk
     dh, dv_new, dh0 = run(
@@ -195,29 +245,30 @@ def staged_backward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_BEFORE_OUTPUT = (fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE)
+_GRADIENTS = (
+    bwd_output.STAGE,
+    bwd_state.STAGE,
+    bwd_wy.STAGE,
+    bwd_intra.STAGE,
+    bwd_gate.STAGE,
+    bwd_qk.STAGE,
+    bwd_reduce.STAGE,
+)
 PIPELINES: dict[str, Pipeline] = {
     "staged": Pipeline(
         name="staged",
         direction="fwd",
-        stages=(fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE, fwd_output.STAGE),
+        stages=(*_BEFORE_OUTPUT, fwd_output.STAGE),
         compute=staged_forward,
+        factors=FACTORS,
     ),
     "staged_backward": Pipeline(
         name="staged_backward",
         direction="bwd",
-        stages=(
-            fwd_gate.STAGE,
-            fwd_intra.STAGE,
-            fwd_wy.STAGE,
-            fwd_state.STAGE,
-            bwd_output.STAGE,
-            bwd_state.STAGE,
-            bwd_wy.STAGE,
-            bwd_intra.STAGE,
-            bwd_gate.STAGE,
-            bwd_qk.STAGE,
-            bwd_reduce.STAGE,
-        ),
+        stages=(*_BEFORE_OUTPUT, *_GRADIENTS),
         compute=staged_backward,
+        factors=FACTORS,
+        resumed=Pipeline(name="staged_backward", direction="bwd", stages=_GRADIENTS, compute=resumed_backward),
     ),
 }

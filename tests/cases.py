@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from kda_tl.kernel import Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.problem import BETAS, GATES, Problem
 from kda_tl.records import Check, Timing, VsDefault
-from kda_tl.reference import l2norm, recurrent_gradients, recurrent_kda, relative_error
+from kda_tl.reference import gradient_name, l2norm, recurrent_gradients, recurrent_kda, relative_error
 from kda_tl.stage import Case, Config, Plan, Stage
 from kda_tl.static import StaticJob
 from kda_tl.templates.pipelines import Pipeline
@@ -149,6 +149,32 @@ class Call:
         found = recurrent_gradients(arguments, x["do"][None], x["dht"])
         flat = {f"d{name}": found[f"d{name}"][0] for name in SEQUENCES}
         return flat | {name: found.get(name) for name in ("dh0", "dA_log", "ddt_bias")}
+
+    def slope_terms(self, dg: Tensor) -> Tensor:
+        """What each token and channel adds to dA_log, from the gradient of the raw gate: [tokens, HV, K]."""
+        x = self.x["g"] if self.x["dt_bias"] is None else self.x["g"] + self.x["dt_bias"]
+        if self.problem.gate == "safe":
+            return x * dg
+        softplus_over_slope = torch.where(x < -30, 1.0, torch.logaddexp(x, torch.zeros_like(x)) / x.sigmoid())
+        return softplus_over_slope * dg
+
+    def gradient_errors(self, found: Mapping[str, Tensor | None]) -> dict[str, float]:
+        """Relative error of each gradient, by the name of its tensor; those the problem lacks must be None.
+
+        dA_log sums terms of either sign, a head's into one number: where they cancel, its error is relative to the
+        norm of the terms, because the sum's own size then says nothing about how exact they are.
+        """
+        truth, errors = self.gradients(), {}
+        for name, grad in found.items():
+            expected = truth[gradient_name(name)]
+            assert (grad is None) == (expected is None), f"d{name} of {self.problem.key}"
+            if grad is None or expected is None:
+                continue
+            errors[name] = relative_error(grad.flatten(), expected.flatten())
+            if name == "A_log" and truth["dg"] is not None:
+                size, terms = float(expected.norm()), float(self.slope_terms(truth["dg"]).norm())
+                errors[name] *= (size or 1.0) / (max(size, terms) or 1.0)
+        return errors
 
 
 def draw_call(

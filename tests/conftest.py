@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import zlib
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
 
-# Examples that compile kernels take seconds, and how many depends on the machine.
-settings.register_profile("kda_tl", deadline=None, print_blob=True)
-settings.load_profile("kda_tl")
+with contextlib.suppress(ImportError):  # GPU tests run without it
+    from hypothesis import settings
+
+    # Examples that compile kernels take seconds, and how many depends on the machine.
+    settings.register_profile("kda_tl", deadline=None, print_blob=True)
+    settings.load_profile("kda_tl")
 
 
 def pytest_configure() -> None:

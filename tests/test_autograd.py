@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,15 +33,26 @@ from kda_tl.arguments import TENSORS
 from kda_tl.chunk import chunk_kda
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
-from kda_tl.errors import KdaTlWarning, UnsupportedError
+from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.kernel import Kernel
 from kda_tl.problem import BETAS, GATES, Problem
 from kda_tl.reference import relative_error
 
 CPU = cpu_device()
 # fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each
 TOLERANCE = {"fp32": 2e-4, "bf16": 6e-3, "fp16": 2e-3}
+BARE = {"initial_state": False, "final_state": False, "l2norm": False}
+KEPT = {
+    "safe": SMALL,
+    "softplus GVA": replace(SMALL, gate="softplus", H=2, HV=4, K=60, state_v_first=True, final_state=False),
+    "log bare": replace(SMALL, gate="log", has_A_log=False, has_dt_bias=False, beta="plain", **BARE),
+    "log bf16": replace(SMALL, gate="log", has_A_log=False, has_dt_bias=False, dtype="bf16", initial_state=False),
+}
 
 pytestmark = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
+
+
+kept = pytest.mark.parametrize("disable_recompute", (False, True), ids=("recomputed", "kept"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,15 +86,20 @@ def assert_right(call: Call, batch: int = 1, **changes: Any) -> None:
     call = draw_backward(call, 7)
     arguments = differentiable(call, batch)
     found = backward_of(call, arguments, **changes)
-    truth = call.gradients()
-    for name, grad in found.items():
-        expected = truth["dh0" if name == "initial_state" else f"d{name}"]
-        if expected is None:
-            assert grad is None
-            continue
-        assert grad is not None and grad.shape == arguments[name].shape and grad.dtype == arguments[name].dtype
-        error = relative_error(grad.flatten(), expected.flatten())
+    for name, error in call.gradient_errors(found).items():
+        assert found[name].shape == arguments[name].shape and found[name].dtype == arguments[name].dtype
         assert error < TOLERANCE[call.problem.dtype], f"d{name} is off by {error:.1e}: {call.problem.key} {call.bounds}"
+
+
+@pytest.mark.parametrize("gate", ("softplus", "safe"))
+@pytest.mark.parametrize("has_dt_bias", (False, True))
+def test_terms_of_the_slope_are_what_autograd_sums(gate: str, has_dt_bias: bool, seed: int) -> None:
+    """The judge's own check, in float64."""
+    problem = replace(SMALL, gate=gate, has_dt_bias=has_dt_bias)
+    call = draw_backward(draw_call(problem, (20, 0, 1), seed), seed)
+    call.x["g"][0] = -40.0
+    truth = call.gradients()
+    assert relative_error(call.slope_terms(truth["dg"]).sum((0, 2)), truth["dA_log"]) < 1e-10
 
 
 @pytest.mark.parametrize("T", (1, 15, 63, 64, 65, 130))
@@ -196,34 +213,150 @@ def test_same_bits_every_time(seed: int) -> None:
         assert torch.equal(one[name], two[name]), name
 
 
-def test_checkpointed(seed: int) -> None:
+@kept
+def test_checkpointed(disable_recompute: bool, seed: int) -> None:
     call = draw_backward(draw_call(SMALL, (70,), seed, varlen=False), seed)
     expected, arguments = backward_of(call, differentiable(call)), differentiable(call)
-    o, ht = checkpoint(lambda: chunk_kda(**arguments), use_reentrant=False)
+    run = partial(chunk_kda, **arguments, disable_recompute=disable_recompute)
+    o, ht = checkpoint(run, use_reentrant=False)
     torch.autograd.backward([o, ht], [call.x["do"].float().view(o.shape), call.x["dht"].float()])
     for name in TENSORS:
         assert torch.equal(arguments[name].grad, expected[name]), name
 
 
-def test_intermediate_states_carry_no_gradient(seed: int) -> None:
+@kept
+def test_intermediate_states_carry_no_gradient(disable_recompute: bool, seed: int) -> None:
     arguments = differentiable(draw_call(SMALL, (70,), seed, varlen=False))
-    o, ht, h = chunk_kda(**arguments, return_intermediate_states=True)
+    o, ht, h = chunk_kda(**arguments, return_intermediate_states=True, disable_recompute=disable_recompute)
     assert o.requires_grad and ht is not None and ht.requires_grad and not h.requires_grad
 
 
-def test_second_derivative_is_refused(seed: int) -> None:
+@kept
+def test_second_derivative_is_refused(disable_recompute: bool, seed: int) -> None:
     arguments = differentiable(draw_call(SMALL, (20,), seed, varlen=False))
-    (dq,) = torch.autograd.grad(chunk_kda(**arguments)[0].sum(), arguments["q"], create_graph=True)
+    o, _ = chunk_kda(**arguments, disable_recompute=disable_recompute)
+    (dq,) = torch.autograd.grad(o.sum(), arguments["q"], create_graph=True)
     with pytest.raises(UnsupportedError, match="no second derivative"):
         dq.sum().backward()
 
 
-def test_inputs_changed_in_between_are_noticed(seed: int) -> None:
+@kept
+def test_inputs_changed_in_between_are_noticed(disable_recompute: bool, seed: int) -> None:
     arguments = differentiable(draw_call(SMALL, (20,), seed, varlen=False))
     k = arguments["k"] * 1.0
-    o, _ = chunk_kda(**arguments | {"k": k})
+    o, _ = chunk_kda(**arguments | {"k": k}, disable_recompute=disable_recompute)
     with torch.no_grad():
         k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@kept
+def test_autocast_changes_nothing(disable_recompute: bool, seed: int) -> None:
+    call = draw_backward(draw_call(SMALL, (70,), seed, varlen=False), seed)
+    expected = backward_of(call, differentiable(call))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = backward_of(call, differentiable(call), disable_recompute=disable_recompute)
+    for name in TENSORS:
+        assert torch.equal(found[name], expected[name]), name
+
+
+# Kept intermediates
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the stages that run."""
+    names: list[str] = []
+    launch = Kernel.__call__
+
+    def note(self: Kernel, *args: Any) -> Any:
+        names.append(self.stage.name)
+        return launch(self, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", note)
+    return names
+
+
+FORWARD = ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output"]
+
+
+@pytest.mark.parametrize("lengths", ((130,), (20, 0, 1, 70)), ids=("dense", "packed"))
+@pytest.mark.parametrize("problem", KEPT.values(), ids=KEPT)
+def test_kept_intermediates_give_the_same_bits(
+    problem: Problem, lengths: tuple[int, ...], seed: int, launched: list[str]
+) -> None:
+    call = draw_backward(draw_call(problem, lengths, seed, varlen=len(lengths) > 1), seed)
+    expected = backward_of(call, differentiable(call))
+    assert launched[:9] == FORWARD + FORWARD[:4] and launched[9] == "bwd_output"
+    launched.clear()
+    found = backward_of(call, differentiable(call), disable_recompute=True)
+    assert launched[:6] == [*FORWARD, "bwd_output"] and not set(FORWARD) & set(launched[5:])
+    for name, grad in expected.items():
+        assert found[name] is grad is None or torch.equal(found[name], grad), name
+    with torch.no_grad():
+        o, ht = chunk_kda(**operator_arguments(call), disable_recompute=True)
+    same_o, same_ht = chunk_kda(**differentiable(call), disable_recompute=True)
+    assert torch.equal(o, same_o) and (ht is same_ht is None or torch.equal(ht, same_ht))
+
+
+def test_backward_takes_the_chunks_of_the_forward(seed: int, launched: list[str]) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    with kda_tl.pin(default_plan(call.problem, CPU, BT=16)):
+        assert_right(call, disable_recompute=True)
+    assert launched.count("fwd_state") == 1
+
+
+def test_pinned_backward_of_other_chunks_is_refused(seed: int, launched: list[str]) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    arguments = differentiable(call)
+    with kda_tl.pin(default_plan(replace(call.problem, direction="bwd"), CPU, BT=32)):
+        with pytest.raises(InputError, match=r"backward has BT=32 and the forward BT=64: pass chunk_size=32"):
+            chunk_kda(**arguments, disable_recompute=True)
+        assert_right(call, disable_recompute=True, chunk_size=32)
+        with torch.no_grad():
+            chunk_kda(**arguments, disable_recompute=True)
+    assert launched.count("fwd_state") == 2
+
+
+def test_without_a_plan_of_those_chunks_they_are_made_again(
+    seed: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose shared memory holds the backward's tiles of shorter chunks only."""
+    choose = dispatch.choose
+
+    def choose_short(problem: Problem, device: Any, chunk_size: int | None = None) -> dispatch.Choice:
+        if problem.direction == "bwd" and chunk_size == 64:
+            raise InputError("no room")
+        return choose(problem, device, 16 if problem.direction == "bwd" else chunk_size)
+
+    monkeypatch.setattr("kda_tl.call.choose", choose_short)
+    kda_tl.call._choose_chunks.cache_clear()
+    assert_right(draw_call(SMALL, (70,), seed, varlen=False), disable_recompute=True)
+    kda_tl.call._choose_chunks.cache_clear()
+    assert launched.count("fwd_state") == 2
+
+
+def test_kept_intermediates_are_autograds(seed: int) -> None:
+    """It frees them with the graph, keeps them as long as it is told to, and hands them to its hooks."""
+    call = draw_backward(draw_call(SMALL, (70,), seed, varlen=False), seed)
+    arguments, packed = differentiable(call), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or scatter(x), lambda x: x):
+        o, ht = chunk_kda(**arguments, disable_recompute=True)
+    assert len(packed) == len(TENSORS) + 10
+    inputs = [arguments[name] for name in TENSORS]
+    first = torch.autograd.grad((o, ht), inputs, (o, ht), retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad((o, ht), inputs, (o, ht)), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad((o, ht), inputs, (o, ht))
+
+
+def test_states_changed_in_between_are_noticed(seed: int) -> None:
+    """Those that are returned are those that are kept."""
+    arguments = differentiable(draw_call(SMALL, (70,), seed, varlen=False))
+    o, _, h = chunk_kda(**arguments, return_intermediate_states=True, disable_recompute=True)
+    h.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
 

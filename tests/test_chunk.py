@@ -462,8 +462,8 @@ def test_unknown_keyword_is_a_type_error() -> None:
 def test_signature_follows_fla() -> None:
     names = (
         "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
-        "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound A_log dt_bias state_v_first cu_seqlens "
-        "cu_seqlens_cpu return_intermediate_states chunk_size transpose_state_layout"
+        "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute A_log dt_bias "
+        "state_v_first cu_seqlens cu_seqlens_cpu return_intermediate_states chunk_size transpose_state_layout"
     )
     parameters = inspect.signature(chunk_kda).parameters
     assert list(parameters) == names.split()
@@ -475,11 +475,11 @@ def test_old_name_of_the_state_layout(seed: int) -> None:
     arguments = operator_arguments(call)
     expected, expected_ht = chunk_kda(**arguments)
     old = arguments | {"state_v_first": False, "transpose_state_layout": True}
-    with pytest.warns(DeprecationWarning, match="state_v_first"):
+    with pytest.warns(DeprecationWarning, match="state_v_first") as warned:
         o, ht = chunk_kda(**old)
+    assert [warning.filename for warning in warned] == [__file__]
     assert torch.equal(o, expected) and torch.equal(ht, expected_ht)
-    with pytest.warns(DeprecationWarning):
-        assert explain(**old) == explain(**arguments)
+    assert explain(**old) == explain(**arguments)
     with pytest.raises(InputError, match="without transpose_state_layout"):
         chunk_kda(**arguments | {"transpose_state_layout": True})
 

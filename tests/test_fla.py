@@ -307,7 +307,7 @@ def test_every_argument_arrives(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fla, "chunk_kda", lambda **arguments: arguments)
     order = fla._FLA_ARGUMENTS
     further = {"A_log": "A", "dt_bias": "b", "chunk_size": 32}
-    only_theirs = {"disable_recompute", "cp_context", "use_graph", "max_num_seqs"}
+    only_theirs = {"cp_context", "use_graph", "max_num_seqs"}
     expected = {name: name for name in order if name not in only_theirs} | further
     for n in (0, 5, len(order)):
         assert fla._run(*order[:n], **{name: name for name in order[n:]}, **further) == expected
@@ -343,19 +343,21 @@ def test_old_name_of_state_v_first(entry: Callable[..., Any], served: list[Any],
     arguments = arguments_of(SMALL, seed)
     ours = chunk_kda(**arguments)
     arguments["transpose_state_layout"] = arguments.pop("state_v_first")
-    with pytest.warns(DeprecationWarning, match="pass state_v_first"):
+    with pytest.warns(DeprecationWarning, match="old name of state_v_first: pass that") as warned:
         assert_same(entry(**arguments), ours)
-    assert len(served) == 1
+    assert len(served) == len(warned) == 1
 
 
 @needs_compiler
 def test_gradients_on_the_cpu(entry: Callable[..., Any], served: list[Any], seed: int) -> None:
-    """disable_recompute is accepted: the gradients are the same, from intermediates computed again."""
+    """The same whether intermediates are kept or not."""
+    grads = []
     for hint in (False, True):
         arguments = arguments_of(SMALL, seed)
         arguments["g"].requires_grad_()
-        assert all(x.requires_grad for x in entry(**arguments, disable_recompute=hint))
-    assert len(served) == 2
+        o, ht = entry(**arguments, disable_recompute=hint)
+        grads += torch.autograd.grad((o, ht), arguments["g"], (o, ht))
+    assert torch.equal(*grads) and [call["disable_recompute"] for call in served] == [False, True]
 
 
 def test_on_the_cpu_the_reference_serves(
@@ -401,7 +403,7 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "cp_context": ({"cp_context": object()}, "no context parallelism: leave cp_context out"),
     "use_graph": ({"use_graph": True}, "use_graph=True is FLA's own"),
     "unknown keywords": ({"head_first": True, "a": 1}, "does not know the keywords a, head_first"),
-    "both names": ({"transpose_state_layout": True}, "old name of state_v_first"),
+    "both names": ({"transpose_state_layout": True}, "pass state_v_first without .*, its old name"),
     "dtype": ({"q": zeros(1, 70, 1, 32, dtype=torch.float64)}, "q must be bfloat16, float16 or float32"),
     "mixed dtypes": ({"k": zeros(1, 70, 1, 32, dtype=torch.bfloat16)}, "k must have the dtype of q"),
     "state dtype": ({"initial_state": zeros(1, 2, 16, 32, dtype=torch.bfloat16)}, "initial_state must be float32"),
@@ -456,13 +458,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> dict[str, Any]:
     return arguments | {"q": arguments["q"].as_subclass(OnGpu)}
 
 
-def test_declines_gradients_on_a_gpu(on_gpu: dict[str, Any]) -> None:
-    assert fla._verify(**on_gpu) == (True, None)
+def test_accepts_gradients_on_a_gpu(on_gpu: dict[str, Any]) -> None:
     on_gpu["A_log"].requires_grad_()
-    accepted, reason = fla._verify(**on_gpu)
-    assert not accepted and str(reason).startswith("A_log require gradients")
-    with torch.no_grad():
-        assert fla._verify(**on_gpu) == (True, None)
+    assert fla._verify(**on_gpu) == (True, None)
 
 
 def test_declines_without_a_compiler_on_a_gpu(on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,15 +520,28 @@ def test_fla_returns_our_numbers(
 
 
 @pytest.mark.gpu
-def test_fla_keeps_training(
-    real: Callable[..., Any], served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("disable_recompute", (False, True), ids=("recomputed", "kept"))
+def test_fla_trains_on_us(
+    real: Callable[..., Any],
+    disable_recompute: bool,
+    served: list[Any],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FLA_TILELANG", "0")  # its Triton kernels; those in TileLang want a tilelang of their own
-    arguments = arguments_of(BF16, seed, (200,), "cuda")
-    arguments["v"].requires_grad_()
-    o, _ = real(**arguments)
-    o.sum().backward()
-    assert not served and arguments["v"].grad.isfinite().all()
+    arguments = arguments_of(BF16, seed, (200,), "cuda") | {"disable_recompute": disable_recompute}
+    leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        o, _ = real(**arguments)
+        return torch.autograd.grad(o, leaves, torch.linspace(-1, 1, o.numel(), device="cuda").view_as(o).to(o.dtype))
+
+    ours = gradients()
+    assert len(served) == 1
+    monkeypatch.setenv("KDA_TL_FLA", "0")
+    own = gradients()
+    assert len(served) == 1
+    assert max(relative_error(a, b.double()) for a, b in zip(own, ours, strict=True)) < 2 * PEERS_AGREE
 
 
 @pytest.mark.gpu

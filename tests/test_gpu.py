@@ -1,19 +1,11 @@
-"""On the GPU that is here: right numbers, the same each time, and calls that cost the host next to nothing.
-
-All kernels are compiled first, in parallel, into TileLang's disk cache: on the 16 cores of an H200 machine that is most
-of this file's time.
-"""
+"""On the GPU that is here: right numbers, the same each time, and calls that cost the host next to nothing."""
 
 from __future__ import annotations
 
-import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -30,192 +22,63 @@ from cases import (
     stage_errors,
     widen,
 )
+from gpu_cases import (
+    BT,
+    DECAYS,
+    HUGE,
+    MAIN,
+    OTHERS,
+    PACKED,
+    SPECIALISED,
+    TOLERANCE,
+    WIDE,
+    assert_same_bits,
+    case_of,
+    compile_all,
+    device,
+    draw,
+    equal_plans,
+    other_configs,
+    outputs,
+    plan_of,
+    shipped,
+    specialised,
+)
 
 import kda_tl
 from kda_tl import templates
-from kda_tl.call import choose_backward, find_ready, run_backward
 from kda_tl.chunk import chunk_kda, explain
-from kda_tl.db import Entry, sources
-from kda_tl.device import Device, cuda_device
-from kda_tl.dispatch import choose, default_plan, numerics_class, parse_plan
-from kda_tl.errors import InputError, UnsupportedError
-from kda_tl.isolate import WorkerFailure, map_pool
+from kda_tl.dispatch import choose
+from kda_tl.errors import InputError
 from kda_tl.kernel import compile_stage
-from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
-from kda_tl.stage import Case, Config, Plan, Stage
+from kda_tl.stage import Config, Stage
 from kda_tl.templates.pipelines import PIPELINES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]  # the first waits for all kernels
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 
-# bf16: where peers land against a float64 oracle; fp32: products in tf32, operands rounded to 2^-11
-TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 4e-3}
-# bf16: three rounded products in a row where the forward has one; fp32: products in tf32
-GRADIENT_TOLERANCE = {"bf16": 1.5e-2, "fp16": 1.5e-2, "fp32": 1e-2}
 LENGTHS = (1, 15, 63, 64, 65, 333)
-PACKED = (0, 1, 130, 64, 0, 77)
-DECAYS = ("steep", "slow", "mixed")
-FULL: dict[str, Any] = {
-    "tokens": 0,
-    "has_A_log": True,
-    "has_dt_bias": True,
-    "l2norm": True,
-    "beta": "sigmoid",
-    "initial_state": True,
-    "final_state": True,
-}
-LOG: dict[str, Any] = {"has_A_log": False, "has_dt_bias": False, "gate": "log"}
-
-
-def make(BT: int, H: int, HV: int, K: int, V: int, **fields: Any) -> tuple[int, Problem]:
-    return BT, Problem(H=H, HV=HV, K=K, V=V, **{**FULL, **fields})
-
-
-# Tokens a chunk, and what the kernels are specialised for. Every value of every field occurs; not every pair does.
-SPECIALISED = {
-    "bf16-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
-    "bf16-safe-K128-V128-BT32-GVA-vk": make(32, 2, 4, 128, 128, gate="safe", state_v_first=True),
-    "bf16-softplus-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="softplus", has_dt_bias=False),
-    "bf16-log-K128-V128-BT16": make(16, 1, 1, 128, 128, **LOG, l2norm=False, beta="plain"),
-    "bf16-safe-K64-V64-BT16": make(16, 2, 4, 64, 64, gate="safe", has_A_log=False, beta="sigmoid2"),
-    "bf16-softplus-K60-V100-GVA-vk": make(64, 2, 4, 60, 100, gate="softplus", state_v_first=True),
-    "bf16-safe-K32-V256": make(64, 1, 1, 32, 256, gate="safe"),
-    "bf16-log-K256-V256-BT32": make(32, 2, 4, 256, 256, **LOG),
-    "bf16-softplus-K256-V256": make(64, 1, 1, 256, 256, gate="softplus"),
-    "bf16-log-K64-V64-bare": make(
-        64, 2, 4, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
-    ),
-    "fp16-safe-K128-V128": make(64, 2, 4, 128, 128, gate="safe", dtype="fp16", g_dtype="fp32"),
-    "fp16-log-K60-V100-BT32-vk": make(32, 1, 1, 60, 100, **LOG, dtype="fp16", state_v_first=True),
-    "fp32-softplus-K128-V128": make(64, 1, 1, 128, 128, gate="softplus", dtype="fp32"),
-    "fp32-safe-K60-V100-BT16": make(16, 2, 4, 60, 100, gate="safe", dtype="fp32"),
-}
-BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
-WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
-HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
-specialised = pytest.mark.parametrize("name", SPECIALISED)
-Job = tuple[str, Case, Config]
-
-
-@cache
-def device() -> Device:
-    return cuda_device(torch.cuda.current_device())
-
-
-def plan_of(problem: Problem, BT: int) -> Plan:
-    return default_plan(problem, device(), BT=BT)
-
-
-def case_of(problem: Problem, plan: Plan) -> Case:
-    return Case(problem=problem.without_lengths(), device=device(), BT=plan.BT, BC=plan.BC)
-
-
-def jobs_of(problem: Problem, plan: Plan) -> list[Job]:
-    return [(name, case_of(problem, plan), config) for name, config in plan.stages]
-
-
-@cache
-def other_configs(stage_name: str, name: str) -> tuple[Config, ...]:
-    """Two configs beside the default, of the seed that the run's first lines tell."""
-    BT, problem = SPECIALISED[name]
-    plan = plan_of(problem, BT)
-    stage, case = templates.load(stage_name), case_of(problem, plan)
-    others = [config for config in stage.candidates(case) if config != stage.default(case)]
-    rng = random.Random(f"{os.environ['KDA_TL_TEST_SEED']}/{stage_name}/{name}")
-    return tuple(rng.sample(others, min(2, len(others))))
-
-
-OTHERS = ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk")
-
-
-@cache
-def equal_plans() -> tuple[Plan, ...]:
-    """Plans of the default's numerics class that differ from it in one stage: at most two a stage."""
-    plan = plan_of(MAIN, BT)
-    found: list[Plan] = []
-    for name, config in plan.stages:
-        same = []
-        for other in config.neighbours():
-            changed = replace(plan, stages=tuple((n, other if n == name else c) for n, c in plan.stages))
-            if other.reject(case_of(MAIN, plan)) is None and numerics_class(changed) == numerics_class(plan):
-                same.append(changed)
-        found += same[:1] + same[-1:] if len(same) > 1 else same
-    return tuple(found)
-
-
-@cache
-def shipped() -> tuple[tuple[str, Problem, Plan], ...]:
-    """Every packaged plan for this GPU, with a problem of its key but few heads; equal pairs once."""
-    found: dict[tuple[Problem, Plan], str] = {}
-    packaged = [database for database in sources() if database.name == "packaged"]
-    for database in packaged:
-        for (slug, operator, direction), file in database.files.items():
-            if slug == device().slug:
-                for key, entry in file.entries.items():
-                    problem = problem_of(entry, operator, direction)
-                    plan = parse_plan(entry.plan, problem, device())
-                    found.setdefault((problem, plan), key.text)
-    return tuple((text, problem, plan) for (problem, plan), text in found.items())
-
-
-def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
-    key = entry.key
-    return Problem(
-        **FULL | {"has_A_log": key.gate != "log", "has_dt_bias": key.gate != "log", "initial_state": False},
-        H=2,
-        HV=2 * key.group,
-        K=key.K,
-        V=key.V,
-        dtype=key.dtype,
-        gate=key.gate,
-        operator=operator,
-        direction=direction,
-    )
-
-
-@pytest.fixture(scope="session")
-def failures() -> dict[Job, WorkerFailure]:
-    """Compiles everything that these tests run, on all cores; what failed, and why."""
-    wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
-    for BT, problem in SPECIALISED.values():
-        backward = replace(problem, direction="bwd")
-        wanted += jobs_of(backward, plan_of(backward, BT))
-    for problem in (WIDE, HUGE):
-        wanted += jobs_of(problem, plan_of(problem, BT))
-    for name in OTHERS:
-        case = case_of(SPECIALISED[name][1], plan_of(SPECIALISED[name][1], SPECIALISED[name][0]))
-        for stage_name in templates.names():
-            wanted += [(stage_name, case, c) for c in other_configs(stage_name, name)]
-    for plan in equal_plans():
-        wanted += jobs_of(MAIN, plan)
-    for _, problem, plan in shipped():
-        wanted += jobs_of(problem, plan)
-    jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
-    cores = max(1, (os.cpu_count() or 2) - 1)
-    results = map_pool("cases:compile_job", jobs, jobs=cores, timeout_s=200)
-    return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}
 
 
 @pytest.fixture(autouse=True)
-def compiled(failures: dict[Job, WorkerFailure]) -> None:
-    """Every test comes after the compilation."""
+def defaults_only(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test comes after the compilation, and plans are the defaults that were compiled.
+
+    A pin of each test's own, where it names a specialisation.
+    """
+    compile_all()
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    if name is None:
+        yield
+        return
+    BT, problem = SPECIALISED[name]
+    with kda_tl.pin(plan_of(problem, BT)):
+        yield
 
 
-def test_everything_compiles(failures: dict[Job, WorkerFailure]) -> None:
-    text = [f"{name} {case} {config}: {failure}" for (name, case, config), failure in failures.items()]
+def test_everything_compiles() -> None:
+    text = [f"{name} {case} {config}: {failure}" for (name, case, config), failure in compile_all().items()]
     assert not text, "\n".join(text)
-
-
-def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", varlen: bool = False) -> Call:
-    """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
-    _, problem = SPECIALISED[name]
-    shape = (sum(lengths), problem.HV, problem.K)
-    raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    given = {}
-    if decay != "mixed":
-        raw = raw + (0.5 if decay == "steep" else -7.0)
-        given["g"] = -5.0 * raw.sigmoid() if problem.gate == "log" else raw
-    return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", **given)
 
 
 def assert_right(call: Call, BT: int | None, batch: int = 1, **changes: Any) -> None:
@@ -225,18 +88,6 @@ def assert_right(call: Call, BT: int | None, batch: int = 1, **changes: Any) -> 
     if call.problem.final_state:
         errors["ht"] = relative_error(ht, expected_ht)
     assert max(errors.values()) < TOLERANCE[call.problem.dtype], f"{errors} {call.problem.key} bounds={call.bounds}"
-
-
-@pytest.fixture(autouse=True)
-def defaults_only(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plans are the defaults that were compiled: a pin of each test's own, where it names a specialisation."""
-    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
-    if name is None:
-        yield
-        return
-    BT, problem = SPECIALISED[name]
-    with kda_tl.pin(plan_of(problem, BT)):
-        yield
 
 
 # Right numbers
@@ -333,63 +184,7 @@ def test_other_configs_equal_reference(stage: Stage, name: str, seed: int) -> No
         check_stage(stage, name, config, seed)
 
 
-# Gradients, by the functions behind the operator: it refuses them on a GPU until these tests have passed on one
-
-
-def gradients_of(call: Call, BT: int) -> dict[str, torch.Tensor | None]:
-    arguments = signature(chunk_kda).bind(**operator_arguments(call) | {"chunk_size": BT})
-    arguments.apply_defaults()
-    a = arguments.arguments
-    ready = find_ready(a)
-    do = call.x["do"].to(a["v"].dtype).view(a["v"].shape)
-    dht = None if call.x["dht"] is None else call.x["dht"].float()
-    return run_backward(ready, choose_backward(ready), a, do, dht)
-
-
-@specialised
-@pytest.mark.parametrize("decay", DECAYS)
-def test_gradients_equal_recurrence(name: str, decay: str, seed: int) -> None:
-    BT, problem = SPECIALISED[name]
-    for n, lengths in enumerate(((1,), (65,), (333,), PACKED)):
-        call = draw_backward(draw(name, lengths, seed + n, decay, varlen=lengths == PACKED), seed)
-        truth = call.gradients()
-        for tensor, grad in gradients_of(call, BT).items():
-            expected = truth["dh0" if tensor == "initial_state" else f"d{tensor}"]
-            assert (grad is None) == (expected is None), tensor
-            if grad is not None and expected is not None:
-                error = relative_error(grad.flatten(), expected.flatten())
-                assert error < GRADIENT_TOLERANCE[problem.dtype], f"d{tensor} is off by {error:.1e}: {lengths}"
-
-
-@specialised
-def test_gradients_have_the_same_bits(name: str, seed: int) -> None:
-    BT, _ = SPECIALISED[name]
-    call = draw_backward(draw(name, (333, 1, 200, 64), seed, varlen=True), seed)
-    first = [x for x in gradients_of(call, BT).values() if x is not None]
-    for _ in range(3):
-        assert_same_bits([x for x in gradients_of(call, BT).values() if x is not None], first)
-
-
-def test_gradients_are_refused(seed: int) -> None:
-    arguments = operator_arguments(draw("bf16-safe-K128-V128", (20,), seed))
-    arguments["k"].requires_grad_()
-    with pytest.raises(UnsupportedError, match="k require gradients.*not been checked on a GPU"):
-        chunk_kda(**arguments)
-    with torch.no_grad():
-        assert not outputs(arguments)[0].requires_grad
-
-
 # The same numbers
-
-
-def outputs(arguments: dict[str, Any]) -> list[torch.Tensor]:
-    return [x for x in chunk_kda(**arguments) if x is not None]
-
-
-def assert_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
 
 
 @specialised

@@ -43,7 +43,7 @@ def test_same_numbers_and_gradients(lengths: tuple[int, ...], final_state: bool,
     call = draw_backward(draw_call(problem, lengths, seed, varlen=len(lengths) > 1), seed)
     arguments = differentiable(call)
     expected = backward_of(call, differentiable(call))
-    o, ht = compiled(**arguments)
+    o, ht = compiled(**arguments, disable_recompute=final_state)
     eager, eager_ht = chunk_kda(**arguments)
     assert torch.equal(o, eager)
     do = call.x["do"].float().view(o.shape)
@@ -64,6 +64,13 @@ def test_intermediate_states(varlen: bool, seed: int) -> None:
     with torch.no_grad():
         for one, other in zip(compiled(**arguments), chunk_kda(**arguments), strict=True):
             assert torch.equal(one, other)
+
+
+def test_old_name_of_the_state_layout(seed: int) -> None:
+    arguments = operator_arguments(draw_call(replace(SMALL, state_v_first=True), (40,), seed, varlen=False))
+    expected, _ = compiled(**arguments)
+    arguments["transpose_state_layout"] = arguments.pop("state_v_first")
+    assert torch.equal(compiled(**arguments)[0], expected)
 
 
 def test_operators_keep_their_word(seed: int) -> None:

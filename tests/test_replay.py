@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +23,7 @@ from kda_tl.kernel import Slot
 from kda_tl.layout import make_layout
 from kda_tl.replay import ALIGNMENT, Replay, place, record
 from kda_tl.stage import Case, Stage
-from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.templates.pipelines import FACTORS, PIPELINES, keeping
 
 CPU, WHERE = cpu_device(), torch.device("cpu")
 NUMPY = {torch.float32: np.float32, torch.int32: np.int32}
@@ -121,6 +123,67 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
                     assert results[name] is None
                 else:
                     torch.testing.assert_close(results[name], truth, rtol=0, atol=0, msg=f"{name} {problem.key}")
+
+
+def test_kept_factors_resume_the_backward(seed: int) -> None:
+    """From a forward's replay into the backward's: the bits of a backward that makes them itself."""
+    rng = random.Random(seed)
+    forward, backward = PIPELINES["staged"], PIPELINES["staged_backward"]
+    assert backward.resumed is not None and forward.factors == backward.factors == FACTORS
+    for n in range(4):
+        call = draw_backward(draw_call(draw_problem(rng), draw_lengths(rng), seed + n), seed)
+        layout = make_layout(call.bounds, 32, WHERE)
+        sizes = {"tokens": call.problem.tokens, "NT": layout.NT, "N": layout.N}
+        stages = (*forward.stages, *backward.stages)
+        kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 32, 16), sizes) for s in stages}
+        x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
+        x = {**x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+        plain = Replay(record(forward.compute, kernels, sizes), WHERE, ("h",))
+        keep = Replay(record(keeping(forward.compute, FACTORS), kernels, sizes), WHERE)
+        assert keep.workspace_bytes == 0 < plain.workspace_bytes
+        expected, out = plain(x), keep(x)
+        assert expected.keys() == {"o", "ht", "h"} and out.keys() == {"o", "ht", *FACTORS}
+        assert torch.equal(out["o"], expected["o"]) and (out["rstd"] is not None) == call.problem.l2norm
+        own = {name: kernels[name] for name in (stage.name for stage in backward.resumed.stages)}
+        resumed = Replay(record(backward.resumed.compute, own, sizes), WHERE)({**x, **out})
+        for name, truth in Replay(record(backward.compute, kernels, sizes), WHERE)(x).items():
+            assert resumed[name] is truth is None or torch.equal(resumed[name], truth), name
+
+
+def test_unwanted_results_die_as_intermediates(seed: int) -> None:
+    """Keeping factors possible costs a call that keeps none no byte: its workspace holds what lives together."""
+    call = draw_call(replace(draw_problem(random.Random(seed)), l2norm=True), (200,), seed)
+    layout = make_layout(call.bounds, 64, WHERE)
+    sizes = {"tokens": 200, "NT": layout.NT, "N": layout.N}
+    pipeline = PIPELINES["staged"]
+    kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
+    kept = Replay(record(keeping(pipeline.compute, FACTORS), kernels, sizes), WHERE, FACTORS)
+    assert kept.workspace_bytes == Replay(record(pipeline.compute, kernels, sizes), WHERE, ("h",)).workspace_bytes
+
+
+class Token:
+    """Stands for a tensor in a pipeline."""
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
+def test_intermediates_die_after_their_last_stage(pipeline: Any) -> None:
+    """On the CPU, where the pipeline runs as it is written, memory is free as soon as nothing needs it."""
+    made: dict[str, weakref.ref[Token]] = {}
+    held: list[tuple[str, set[str]]] = []  # by each stage that starts
+    last: dict[str, int] = {}
+
+    def run(stage: Stage, **tensors: Any) -> list[Token]:
+        last.update(dict.fromkeys(tensors, len(held)))
+        held.append((stage.name, {name for name, token in made.items() if token()}))
+        outputs = [Token() for _ in stage.outputs]
+        made.update({name: weakref.ref(token) for name, token in zip(stage.outputs, outputs, strict=True)})
+        return outputs
+
+    results = pipeline.compute(run, defaultdict(Token))
+    assert len(held) == len(pipeline.stages)
+    for number, (stage_name, names) in enumerate(held):
+        late = {name for name in names - results.keys() if last.get(name, number) < number}
+        assert not late, f"{stage_name} starts while {late} are held"
 
 
 def test_places_never_overlap(seed: int) -> None:

@@ -1,0 +1,196 @@
+"""What both files of GPU tests share: specialisations, the kernels they need, calls, and how exact results must be.
+
+All kernels are compiled first, in parallel, into TileLang's disk cache: on the 16 cores of an H200 machine that is most
+of the time these tests take.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import Call, draw_call
+
+from kda_tl import templates
+from kda_tl.chunk import chunk_kda
+from kda_tl.db import Entry, sources
+from kda_tl.device import Device, cuda_device
+from kda_tl.dispatch import default_plan, numerics_class, parse_plan
+from kda_tl.isolate import WorkerFailure, map_pool
+from kda_tl.problem import Problem
+from kda_tl.stage import Case, Config, Plan
+
+# bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest
+TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 2e-4}
+# three rounded products in a row where the forward has one
+GRADIENT_TOLERANCE = {"bf16": 1.5e-2, "fp16": 1.5e-2, "fp32": 2e-4}
+PACKED = (0, 1, 130, 64, 0, 77)
+DECAYS = ("steep", "slow", "mixed")
+FULL: dict[str, Any] = {
+    "tokens": 0,
+    "has_A_log": True,
+    "has_dt_bias": True,
+    "l2norm": True,
+    "beta": "sigmoid",
+    "initial_state": True,
+    "final_state": True,
+}
+LOG: dict[str, Any] = {"has_A_log": False, "has_dt_bias": False, "gate": "log"}
+
+
+def make(BT: int, H: int, HV: int, K: int, V: int, **fields: Any) -> tuple[int, Problem]:
+    return BT, Problem(H=H, HV=HV, K=K, V=V, **{**FULL, **fields})
+
+
+# Tokens a chunk, and what the kernels are specialised for. Every value of every field occurs; not every pair does.
+SPECIALISED = {
+    "bf16-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
+    "bf16-safe-K128-V128-BT32-GVA-vk": make(32, 2, 4, 128, 128, gate="safe", state_v_first=True),
+    "bf16-softplus-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="softplus", has_dt_bias=False),
+    "bf16-log-K128-V128-BT16": make(16, 1, 1, 128, 128, **LOG, l2norm=False, beta="plain"),
+    "bf16-safe-K64-V64-BT16": make(16, 2, 4, 64, 64, gate="safe", has_A_log=False, beta="sigmoid2"),
+    "bf16-softplus-K60-V100-GVA-vk": make(64, 2, 4, 60, 100, gate="softplus", state_v_first=True),
+    "bf16-safe-K32-V256": make(64, 1, 1, 32, 256, gate="safe"),
+    "bf16-log-K256-V256-BT32": make(32, 2, 4, 256, 256, **LOG),
+    "bf16-softplus-K256-V256": make(64, 1, 1, 256, 256, gate="softplus"),
+    "bf16-log-K64-V64-bare": make(
+        64, 2, 4, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+    "fp16-safe-K128-V128": make(64, 2, 4, 128, 128, gate="safe", dtype="fp16", g_dtype="fp32"),
+    "fp16-log-K60-V100-BT32-vk": make(32, 1, 1, 60, 100, **LOG, dtype="fp16", state_v_first=True),
+    "fp32-softplus-K128-V128": make(64, 1, 1, 128, 128, gate="softplus", dtype="fp32"),
+    "fp32-safe-K60-V100-BT16": make(16, 2, 4, 60, 100, gate="safe", dtype="fp32"),
+    "bf16-softplus-K100-V60-H4": make(64, 4, 4, 100, 60, gate="softplus"),
+    "fp32-log-K32-V32-H4-BT32": make(32, 4, 4, 32, 32, **LOG, dtype="fp32"),
+}
+BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
+WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
+HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
+specialised = pytest.mark.parametrize("name", SPECIALISED)
+Job = tuple[str, Case, Config]
+
+
+@cache
+def device() -> Device:
+    return cuda_device(torch.cuda.current_device())
+
+
+def plan_of(problem: Problem, BT: int) -> Plan:
+    return default_plan(problem, device(), BT=BT)
+
+
+def case_of(problem: Problem, plan: Plan) -> Case:
+    return Case(problem=problem.without_lengths(), device=device(), BT=plan.BT, BC=plan.BC)
+
+
+def jobs_of(problem: Problem, plan: Plan) -> list[Job]:
+    return [(name, case_of(problem, plan), config) for name, config in plan.stages]
+
+
+@cache
+def other_configs(stage_name: str, name: str) -> tuple[Config, ...]:
+    """Two configs beside the default, of the seed that the run's first lines tell."""
+    BT, problem = SPECIALISED[name]
+    plan = plan_of(problem, BT)
+    stage, case = templates.load(stage_name), case_of(problem, plan)
+    others = [config for config in stage.candidates(case) if config != stage.default(case)]
+    rng = random.Random(f"{os.environ['KDA_TL_TEST_SEED']}/{stage_name}/{name}")
+    return tuple(rng.sample(others, min(2, len(others))))
+
+
+OTHERS = ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk")
+
+
+@cache
+def equal_plans() -> tuple[Plan, ...]:
+    """Plans of the default's numerics class that differ from it in one stage: at most two a stage."""
+    plan = plan_of(MAIN, BT)
+    found: list[Plan] = []
+    for name, config in plan.stages:
+        same = []
+        for other in config.neighbours():
+            changed = replace(plan, stages=tuple((n, other if n == name else c) for n, c in plan.stages))
+            if other.reject(case_of(MAIN, plan)) is None and numerics_class(changed) == numerics_class(plan):
+                same.append(changed)
+        found += same[:1] + same[-1:] if len(same) > 1 else same
+    return tuple(found)
+
+
+@cache
+def shipped() -> tuple[tuple[str, Problem, Plan], ...]:
+    """Every packaged plan for this GPU, with a problem of its key but few heads; equal pairs once."""
+    found: dict[tuple[Problem, Plan], str] = {}
+    packaged = [database for database in sources() if database.name == "packaged"]
+    for database in packaged:
+        for (slug, operator, direction), file in database.files.items():
+            if slug == device().slug:
+                for key, entry in file.entries.items():
+                    problem = problem_of(entry, operator, direction)
+                    plan = parse_plan(entry.plan, problem, device())
+                    found.setdefault((problem, plan), key.text)
+    return tuple((text, problem, plan) for (problem, plan), text in found.items())
+
+
+def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
+    key = entry.key
+    return Problem(
+        **FULL | {"has_A_log": key.gate != "log", "has_dt_bias": key.gate != "log", "initial_state": False},
+        H=2,
+        HV=2 * key.group,
+        K=key.K,
+        V=key.V,
+        dtype=key.dtype,
+        gate=key.gate,
+        operator=operator,
+        direction=direction,
+    )
+
+
+@cache
+def compile_all() -> dict[Job, WorkerFailure]:
+    """Compiles everything that GPU tests run, on all cores, once; what failed, and why."""
+    wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
+    for BT, problem in SPECIALISED.values():
+        backward = replace(problem, direction="bwd")
+        wanted += jobs_of(backward, plan_of(backward, BT))
+    for problem in (WIDE, HUGE):
+        wanted += jobs_of(problem, plan_of(problem, BT))
+    for name in OTHERS:
+        case = case_of(SPECIALISED[name][1], plan_of(SPECIALISED[name][1], SPECIALISED[name][0]))
+        for stage_name in templates.names():
+            wanted += [(stage_name, case, c) for c in other_configs(stage_name, name)]
+    for plan in equal_plans():
+        wanted += jobs_of(MAIN, plan)
+    for _, problem, plan in shipped():
+        wanted += jobs_of(problem, plan)
+    jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
+    cores = max(1, (os.cpu_count() or 2) - 1)
+    results = map_pool("cases:compile_job", jobs, jobs=cores, timeout_s=200)
+    return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}
+
+
+def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", varlen: bool = False) -> Call:
+    """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
+    _, problem = SPECIALISED[name]
+    shape = (sum(lengths), problem.HV, problem.K)
+    raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    given = {}
+    if decay != "mixed":
+        raw = raw + (0.5 if decay == "steep" else -7.0)
+        given["g"] = -5.0 * raw.sigmoid() if problem.gate == "log" else raw
+    return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", **given)
+
+
+def outputs(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return [x for x in chunk_kda(**arguments) if x is not None]
+
+
+def assert_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"

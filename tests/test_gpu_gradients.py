@@ -1,0 +1,180 @@
+"""Gradients on the GPU that is here: right ones, the same bits each time, kept or recomputed, and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import Call, draw_backward, draw_call, operator_arguments
+from gpu_cases import (
+    DECAYS,
+    GRADIENT_TOLERANCE,
+    PACKED,
+    SPECIALISED,
+    assert_same_bits,
+    compile_all,
+    draw,
+    specialised,
+)
+from torch import Tensor
+
+from kda_tl.arguments import TENSORS
+from kda_tl.chunk import chunk_kda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
+
+LENGTHS = (15, 63, 64, 65)
+# one of each gate: their truth is token by token, 4096 of them in a row
+LONG = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "bf16-log-K128-V128-BT16")
+EXTREME = ("bf16-safe-K128-V128-BT32-GVA-vk", "bf16-softplus-K60-V100-GVA-vk", "fp32-safe-K60-V100-BT16")
+DRAWN = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "fp32-safe-K60-V100-BT16")
+# where a gate saturates, what is left of its own gradient is lost among the terms it is the sum of
+BESIDE_THE_GATE = ("q", "k", "v", "beta", "initial_state")
+
+
+@pytest.fixture(autouse=True)
+def defaults_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test comes after the compilation, and plans of both passes are the defaults that were compiled."""
+    compile_all()
+    monkeypatch.setattr("kda_tl.dispatch.sources", lambda: ())
+    yield
+
+
+def arguments_of(name: str, call: Call, batch: int = 1) -> dict[str, Any]:
+    return operator_arguments(call, batch) | {"chunk_size": SPECIALISED[name][0]}
+
+
+def seeds_of(call: Call, batch: int = 1) -> list[Tensor]:
+    """Gradients of o and, where the problem has it, of the final state."""
+    do = call.x["do"].unflatten(0, (batch, -1)).to(operator_arguments(call, batch)["v"].dtype)
+    return [do] if call.x["dht"] is None else [do, call.x["dht"].float()]
+
+
+def leaves_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Copies of the tensors, which require gradients."""
+    present = {name: arguments[name] for name in TENSORS if arguments[name] is not None}
+    return {name: x.clone().requires_grad_() for name, x in present.items()}
+
+
+def differentiate(arguments: dict[str, Any], leaves: dict[str, Tensor], seeds: list[Tensor]) -> list[Tensor]:
+    results = [x for x in chunk_kda(**arguments | leaves) if x is not None]
+    return list(torch.autograd.grad(results, list(leaves.values()), seeds))
+
+
+def gradients_of(name: str, call: Call, batch: int = 1, **changes: Any) -> dict[str, Tensor]:
+    arguments = arguments_of(name, call, batch) | changes
+    leaves = leaves_of(arguments)
+    return dict(zip(leaves, differentiate(arguments, leaves, seeds_of(call, batch)), strict=True))
+
+
+def assert_right(name: str, call: Call, batch: int = 1, judged: tuple[str, ...] = TENSORS) -> None:
+    found = gradients_of(name, call, batch)
+    errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS})
+    wrong = {tensor: error for tensor, error in errors.items() if tensor in judged}
+    where = f"{errors} {call.problem.key} bounds={call.bounds}"
+    assert max(wrong.values()) < GRADIENT_TOLERANCE[call.problem.dtype], where
+    assert all(grad.isfinite().all() for grad in found.values()), where
+
+
+# Right numbers
+
+
+@specialised
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradients_equal_recurrence(name: str, decay: str, seed: int) -> None:
+    # 32 of one token: with one alone the gradient of beta is a single number, which may be near zero
+    assert_right(name, draw_backward(draw(name, (1,) * 32, seed, decay), seed), batch=32)
+    for n, T in enumerate(LENGTHS):
+        assert_right(name, draw_backward(draw(name, (T,), seed + n, decay), seed))
+    assert_right(name, draw_backward(draw(name, PACKED, seed, decay, varlen=True), seed))
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("T", (1000, 4096))
+def test_long_sequences(name: str, T: int, seed: int) -> None:
+    assert_right(name, draw_backward(draw(name, (T,), seed), seed))
+
+
+def draw_extreme_parameters(
+    name: str, lengths: tuple[int, ...], seed: int, A_log: float, dt_bias: float, shift: float = 0.0
+) -> Call:
+    """A call with that slope in every head, that bias in every other channel, and raw gates shifted by as much."""
+    _, problem = SPECIALISED[name]
+    rng = torch.Generator().manual_seed(seed)
+    bias = torch.randn(problem.HV, problem.K, generator=rng, dtype=torch.float64)
+    bias[:, ::2] = dt_bias
+    g = torch.randn(sum(lengths), problem.HV, problem.K, generator=rng, dtype=torch.float64) + shift
+    given = {"A_log": torch.full((problem.HV,), A_log)} if problem.has_A_log else {}
+    given |= {"dt_bias": bias} if problem.has_dt_bias else {}
+    return draw_backward(draw_call(problem, lengths, seed, device="cuda", g=g, **given), seed)
+
+
+@pytest.mark.parametrize("name", EXTREME)
+@pytest.mark.parametrize("A_log", (-9.0, 4.0))
+@pytest.mark.parametrize("dt_bias", (-30.0, 30.0))
+def test_extreme_parameters(name: str, A_log: float, dt_bias: float, seed: int) -> None:
+    assert_right(name, draw_extreme_parameters(name, PACKED, seed, A_log, dt_bias), judged=BESIDE_THE_GATE)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_calls(name: str) -> None:
+    """Whatever hypothesis thinks of, on kernels that are there; a failure is shrunk and printed."""
+    reason = "draws calls with hypothesis: pip install hypothesis"
+    hypothesis = pytest.importorskip("hypothesis", reason=reason)
+    st = pytest.importorskip("hypothesis.strategies", reason=reason)
+
+    @hypothesis.settings(max_examples=20, deadline=None)
+    @hypothesis.given(
+        lengths=st.lists(st.integers(0, 2) | st.integers(0, 130), min_size=1, max_size=4).filter(any),
+        A_log=st.floats(-10, 5),
+        dt_bias=st.floats(-30, 30),
+        shift=st.floats(-10, 3),
+        seed=st.integers(0, 2**31),
+    )
+    def check(lengths: list[int], A_log: float, dt_bias: float, shift: float, seed: int) -> None:
+        call = draw_extreme_parameters(name, tuple(lengths), seed, A_log, dt_bias, shift)
+        assert_right(name, call, judged=("q", "k", "v"))  # a few tokens' dbeta and dh0 may be next to nothing
+
+    check()
+
+
+# The same numbers
+
+
+@specialised
+def test_gradients_have_the_same_bits(name: str, seed: int) -> None:
+    """At every call, and whether intermediates are kept or made again."""
+    call = draw_backward(draw(name, (333, 1, 200, 64), seed, varlen=True), seed)
+    first = list(gradients_of(name, call).values())
+    for disable_recompute in (False, False, True, True):
+        again = gradients_of(name, call, disable_recompute=disable_recompute)
+        assert_same_bits(list(again.values()), first)
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("disable_recompute", (False, True), ids=("recomputed", "kept"))
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare"))
+def test_graph_of_both_passes_replays_on_new_values(name: str, disable_recompute: bool, seed: int) -> None:
+    calls = [draw_backward(draw(name, PACKED, seed + n, varlen=True), seed + n) for n in range(2)]
+    values = [arguments_of(name, call) | {"disable_recompute": disable_recompute} for call in calls]
+    seeds = [seeds_of(call) for call in calls]
+    expected = [differentiate(a, leaves_of(a), dy) for a, dy in zip(values, seeds, strict=True)]
+
+    leaves, static_seeds = leaves_of(values[0]), [x.clone() for x in seeds[0]]  # seen by no other graph of autograd
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = differentiate(values[0], leaves, static_seeds)
+    for n in (1, 0, 1):
+        with torch.no_grad():
+            for leaf, new in zip(leaves.values(), leaves_of(values[n]).values(), strict=True):
+                leaf.copy_(new)
+        for static, new in zip(static_seeds, seeds[n], strict=True):
+            static.copy_(new)
+        for grad in captured:
+            grad.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(captured, expected[n])
