@@ -177,7 +177,8 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
         InputError: ``keep``, and the pinned plan cuts other chunks.
     """
     problem, forward = replace(ready.problem, direction="bwd"), ready.choice.plan
-    choice = choose(problem, ready.device, ready.chunk_size)
+    asked = ready.chunk_size and _choose_chunks(problem, ready.device, ready.chunk_size, context())
+    choice = asked or choose(problem, ready.device)  # a hint: the backward may have room for shorter chunks only
     if not keep or forward is None or choice.plan is None:
         return Backward(choice)
     resumable: Choice | None = choice

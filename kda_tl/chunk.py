@@ -72,7 +72,8 @@ def chunk_kda(
         cu_seqlens_cpu: the same on the host; without it, a device ``cu_seqlens`` is read back once, when first seen.
         return_intermediate_states: also return the state before each chunk, in the dtype of q, with chunks of
             ``chunk_size`` (64 unless given) tokens.
-        chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given.
+        chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given. The backward cuts its chunks so too
+            where it can.
         transpose_state_layout: old name of ``state_v_first``.
 
     Returns:
