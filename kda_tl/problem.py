@@ -10,6 +10,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 GATES = ("log", "softplus", "safe")
 BETAS = ("plain", "sigmoid", "sigmoid2")
 DIRECTIONS = ("fwd", "bwd")
+RANKS = (1, 2, 4)
 MAX_HEAD_DIM = 256
 LOWER_BOUND_RANGE = (-5.0, 0.0)  # FLA's range: 16 tokens of exp(-5) still fit an fp32 exponent
 
@@ -48,6 +49,9 @@ class Problem:
         state_v_first: states are [V, K] instead of [K, V].
         g_dtype: element type of g.
         beta_dtype: element type of beta.
+        scalar_gate: a value head has one gate for all its key channels (Gated DeltaNet), not one a channel.
+        rank: rows a token, 1, 2 or 4: keys and values with which one token corrects the state at once, see
+            :func:`kda_tl.reference.recurrent_kda`. Tokens and lengths are then counted in rows.
         operator: which operator.
         direction: "fwd" or "bwd", the pass.
 
@@ -74,6 +78,8 @@ class Problem:
     state_v_first: bool = False
     g_dtype: str = ""
     beta_dtype: str = ""
+    scalar_gate: bool = False
+    rank: int = 1
     operator: str = "chunk_kda"
     direction: str = "fwd"
 
@@ -104,11 +110,14 @@ class Problem:
             ("gate", GATES),
             ("beta", BETAS),
             ("direction", DIRECTIONS),
+            ("rank", RANKS),
         ):
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+                raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}.")
         if self.gate == "softplus" and not self.has_A_log:
             raise InputError("the softplus gate needs A_log: pass A_log of shape [HV], or a lower_bound.")
+        if self.tokens % self.rank:
+            raise InputError(f"{self.tokens} rows cannot be tokens of {self.rank} rows each.")
 
     @property
     def group(self) -> int:
@@ -126,6 +135,16 @@ class Problem:
         return pad_dim(self.V)
 
     @property
+    def G(self) -> int:
+        """Gates of a value head: K, or 1 for a scalar gate."""
+        return 1 if self.scalar_gate else self.K
+
+    @property
+    def GP(self) -> int:
+        """G as stored in intermediates: a scalar is not padded."""
+        return 1 if self.scalar_gate else self.KP
+
+    @property
     def bounded_gate(self) -> bool:
         """True if no token's log decay is below -5 nats, by construction of the gate."""
         return self.gate == "safe"
@@ -136,6 +155,8 @@ class Problem:
         flags = [
             name
             for name, on in (
+                ("scalar", self.scalar_gate),
+                (f"r{self.rank}", self.rank > 1),
                 ("l2norm", self.l2norm),
                 (self.beta, self.beta != "plain"),
                 ("varlen", self.varlen),

@@ -3,6 +3,11 @@
     S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T        S: [K, V]
     o_t = scale * q_t^T S_t
 
+Gated DeltaNet is the case of one g a value head instead of one a key channel. A token of rank r corrects the state with
+r keys and values at once, none of which sees the others:
+
+    S_t = D + sum_m beta_tm k_tm (v_tm - k_tm^T D)^T                             D = diag(exp g_t) S_{t-1},  m = 1 .. r
+
 Slow on purpose: no chunking, no log2 units, no clamping, nothing written in place. Gradients of the operators are
 judged by autograd through these functions.
 
@@ -37,7 +42,8 @@ def activate_gate(
     "safe": ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
 
     Args:
-        g: raw gate, [..., HV, K], any float dtype; computed in the dtype it promotes to with the parameters.
+        g: raw gate, [..., HV, K], any float dtype; computed in the dtype it promotes to with the parameters. K is 1
+            here and below if a head has one gate.
         gate: "log", "softplus" or "safe". "log" ignores the parameters, "softplus" ignores lower_bound.
         A_log: [HV], log of the gate's slope. Required by "softplus"; None means a slope of 1 in "safe".
         dt_bias: [HV * K] or [HV, K], added to g; None means 0.
@@ -128,6 +134,7 @@ def recurrent_kda(
     use_l2norm: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    rank: int = 1,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention, one token after the other (formula: this module's first lines).
@@ -138,7 +145,7 @@ def recurrent_kda(
         q: queries, [B, T, H, K].
         k: keys, [B, T, H, K].
         v: values, [B, T, HV, V]; HV is a multiple of H, and value head j uses query/key head ``j // (HV // H)``.
-        g: raw gate, [B, T, HV, K]; the log decay in nats a token if gate is "log".
+        g: raw gate, [B, T, HV, K], or [B, T, HV, 1] for all channels; the log decay in nats a token if gate is "log".
         beta: raw step size, [B, T, HV].
         scale: factor on o; None means ``K ** -0.5``.
         initial_state: state before the first token of each of N sequences, [N, HV, K, V], or [N, HV, V, K] if
@@ -152,6 +159,9 @@ def recurrent_kda(
         state_v_first: states are [V, K] instead of [K, V].
         cu_seqlens: [N + 1], integers from 0 to T, never decreasing: sequence n is the tokens from cu_seqlens[n] up to
             but not including cu_seqlens[n + 1] of a batch of one. Empty sequences keep their initial state.
+        rank: rows a token. T, the tensors and cu_seqlens count rows, those of a token following each other. Its decay
+            comes before all of them: g is read in its first row only. A query sees the rows of its token up to its
+            own, so o_t above is what the query in the last row reads.
         dtype: what everything is computed in. With float32 on a GPU, leave TF32 off.
 
     Returns:
@@ -168,8 +178,10 @@ def recurrent_kda(
     N = B if cu_seqlens is None else len(lengths)
     _check_shape("k", k, (B, T, H, K))
     _check_shape("v", v, (B, T, HV, V))
-    _check_shape("g", g, (B, T, HV, K))
+    _check_shape("g", g, (B, T, HV, 1 if g.shape[-1] == 1 else K))
     _check_shape("beta", beta, (B, T, HV))
+    if any(length % rank for length in lengths):
+        raise InputError(f"sequences of {lengths} rows cannot be tokens of {rank} rows each.")
 
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     A_log, dt_bias = (None if x is None else x.to(dtype) for x in (A_log, dt_bias))
@@ -189,7 +201,7 @@ def recurrent_kda(
 
     states = [state] if cu_seqlens is None else torch.split(state, 1)
     pieces = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v, decay, beta)), states, strict=True)
-    results = [_scan(*piece) for piece in pieces]
+    results = [_scan(rank, *piece) for piece in pieces]
     o = torch.cat([o for o, _ in results], dim=1)
     final_state = torch.cat([state for _, state in results])
     return o, final_state.transpose(-1, -2).contiguous() if state_v_first else final_state
@@ -246,13 +258,16 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence over T tokens of B sequences with HV heads; decay and beta are activated, q is scaled."""
-    outputs = []
+def _scan(
+    rank: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence over T rows of B sequences with HV heads; decay and beta are activated, q is scaled."""
+    outputs: list[Tensor] = []
     # unbind, not x[:, t]: the backward of T selects would each write a full-size gradient, T^2 in all
     for q_t, k_t, v_t, decay_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, decay, beta)), strict=True):
-        state = decay_t[..., None] * state
-        correction = beta_t[..., None] * (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state))
+        if len(outputs) % rank == 0:
+            state = seen = decay_t[..., None] * state
+        correction = beta_t[..., None] * (v_t - torch.einsum("bhk,bhkv->bhv", k_t, seen))
         state = state + k_t[..., :, None] * correction[..., None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
     return torch.stack(outputs, dim=1) if outputs else v, state

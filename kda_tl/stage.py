@@ -151,7 +151,8 @@ def dim_size(dim: str, sizes: Mapping[str, int]) -> int:
 def static_sizes(case: Case) -> dict[str, int]:
     """Dimensions known when a kernel is built."""
     p = case.problem
-    return {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "KP": p.KP, "VP": p.VP, "BT": case.BT, "BC": case.BC}
+    heads = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "G": p.G}
+    return heads | {"KP": p.KP, "VP": p.VP, "GP": p.GP, "BT": case.BT, "BC": case.BC}
 
 
 @dataclass(frozen=True, kw_only=True)

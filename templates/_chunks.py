@@ -37,6 +37,17 @@ def join_chunks(tiles: torch.Tensor, chunk_tokens: torch.Tensor, tokens: int, wi
     return out.index_put(((start + row)[inside],), rows[inside])
 
 
+def first_rows(BT: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Which of BT rows are the first of their token: ``[BT, 1]``, bool."""
+    return (torch.arange(BT, device=device) % rank == 0)[:, None]
+
+
+def keep_seen(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """The entries of ``[..., BT, BT]`` whose row belongs to a later token than their column; zeros elsewhere."""
+    token = torch.arange(x.shape[-1], device=x.device) // rank
+    return torch.where(token[:, None] > token, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def share_heads(x: torch.Tensor, group: int, dim: int = 1) -> torch.Tensor:
     """Repeats each query/key head for the value heads of its group."""
     return x if group == 1 else x.repeat_interleave(group, dim=dim)

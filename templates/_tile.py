@@ -60,6 +60,13 @@ class Tile:
             return T.gemm(a, b, c, transpose_A=transpose_A, transpose_B=transpose_B, **flags)
         return _multiply_fp32(a, b, c, transpose_A, transpose_B, **flags)
 
+    def load_cumsum(self, g_cumsum: Any, i_t: Any, i_hv: Any, i_k: Any, g_shared: Any) -> Any:
+        """Channel tile ``i_k`` of a chunk's cumsum into shared memory; a scalar gate's is that of every channel."""
+        if int(g_cumsum.shape[3]) == 1:
+            return _spread_cumsum(self, g_cumsum, i_t, i_hv, g_shared)
+        BK = g_shared.shape[1]
+        return T.copy(g_cumsum[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], g_shared)
+
     def parallel(self, *extents: int) -> Any:
         """A loop nest whose iterations are independent."""
         return T.grid(*extents) if self.cpu else T.Parallel(*extents)
@@ -85,6 +92,12 @@ def _multiply_fp32(a, b, c, transpose_A, transpose_B, clear_accum=False):
     T.gemm(a, b, c, transpose_A=transpose_A, transpose_B=transpose_B, clear_accum=clear_accum)
     T.gemm(a_rest, b, c, transpose_A=transpose_A, transpose_B=transpose_B)
     T.gemm(a, b_rest, c, transpose_A=transpose_A, transpose_B=transpose_B)
+
+
+@T.macro
+def _spread_cumsum(tile, g_cumsum, i_t, i_hv, g_shared):
+    for i, j in tile.parallel(g_shared.shape[0], g_shared.shape[1]):
+        g_shared[i, j] = g_cumsum[i_t, i_hv, i, 0]
 
 
 def _read_tf32(x):
@@ -122,6 +135,16 @@ def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
 
 def _extent(dim: str, sizes: dict[str, Any]) -> Any:
     return int(dim) if dim.isdigit() else sizes[dim]
+
+
+def has_gate(problem: Problem, i: Any, count: Any) -> Any:
+    """Whether row i of a chunk of ``count`` rows holds a gate: a token's decay comes before the first of its rows."""
+    return i < count if problem.rank == 1 else (i < count) & (i % problem.rank == 0)
+
+
+def sees(problem: Problem, i: Any, j: Any) -> Any:
+    """Whether what row j wrote is in the state that row i corrects: rows of one token do not see each other."""
+    return i > j if problem.rank == 1 else i // problem.rank > j // problem.rank
 
 
 def beta_factor(problem: Problem, raw: Any) -> Any:

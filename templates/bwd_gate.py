@@ -6,7 +6,8 @@
     safe:      dg = lower_bound a s (1 - s) dlog_alpha    dA_log = sum x dg            x = g + dt_bias, a = exp(A_log),
     beta:      dbeta = c s(beta) (1 - s(beta)) db         ddt_bias = sum dg            s = sigmoid(a x), c = 1 or 2
 
-The sums of dA_log and ddt_bias run over the tokens of one chunk; bwd_reduce adds the chunks.
+The sums of dA_log and ddt_bias run over the tokens of one chunk; bwd_reduce adds the chunks. Of a token of several rows
+only the first has a gate, as in fwd_gate: dg of the others is zero.
 Gradients are those of the gate without the forward's cut at 2^-150. Only softplus steps below it get none: theirs is
 alpha times something, 0 even in float64 beside the others, and what a cumsum in fp32 makes of it would be multiplied
 by a step that may be millions of nats.
@@ -22,24 +23,24 @@ import torch
 
 from kda_tl.reference import activate_gate
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
-from kda_tl.templates._chunks import join_chunks, split_chunks
-from kda_tl.templates._tile import RCP_LN2, Tile, annotate
+from kda_tl.templates._chunks import first_rows, join_chunks, split_chunks
+from kda_tl.templates._tile import RCP_LN2, Tile, annotate, has_gate
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
 INPUTS = {
-    "dG": "NT HV BT KP : f32",
+    "dG": "NT HV BT GP : f32",
     "db": "NT HV BT : f32",
-    "g": "tokens HV K : g",
+    "g": "tokens HV G : g",
     "A_log": "HV : f32 ? has_A_log",
-    "dt_bias": "HV K : f32 ? has_dt_bias",
+    "dt_bias": "HV G : f32 ? has_dt_bias",
     "beta": "tokens HV : beta",
     "chunk_tokens": "NT 2 : i32",
 }
 OUTPUTS = {
-    "dg": "tokens HV K : g",
+    "dg": "tokens HV G : g",
     "dbeta": "tokens HV : beta",
     "dA_log_part": "NT HV : f32 ? has_A_log",
-    "ddt_bias_part": "NT HV KP : f32 ? has_dt_bias",
+    "ddt_bias_part": "NT HV GP : f32 ? has_dt_bias",
 }
 
 
@@ -61,7 +62,8 @@ def reference(
     A_log, dt_bias = (None if x is None else x.to(dtype) for x in (A_log, dt_bias))
     x = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias
     slope = 1.0 if A_log is None else A_log.exp()[:, None]
-    d_log_alpha = join_chunks(dG.flip(2).cumsum(2).flip(2), chunk_tokens, tokens, p.K)
+    d_cumsum = torch.where(first_rows(BT, p.rank, g.device), dG.flip(2).cumsum(2).flip(2), 0.0)
+    d_log_alpha = join_chunks(d_cumsum, chunk_tokens, tokens, p.G)
     if p.gate == "softplus":
         log_alpha = activate_gate(g.to(dtype), gate=p.gate, A_log=A_log, dt_bias=dt_bias)
         d_log_alpha = torch.where(log_alpha * RCP_LN2 < FORGOTTEN, 0.0, d_log_alpha)
@@ -80,38 +82,65 @@ def reference(
         outputs["dA_log_part"] = split_chunks(of_slope, chunk_tokens, BT).sum((2, 3))
     if p.has_dt_bias:
         of_bias = torch.zeros_like(dg) if p.gate == "log" else dg
-        outputs["ddt_bias_part"] = split_chunks(of_bias, chunk_tokens, BT, width=p.KP).sum(2)
+        outputs["ddt_bias_part"] = split_chunks(of_bias, chunk_tokens, BT, width=p.GP).sum(2)
     return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class BwdGateConfig(Config):
-    """BK: channels a thread block scans at once; threads: threads a block; unroll: rows whose loads are in flight."""
+    """BK: channels a block scans at once, or heads of a scalar gate; threads a block; unroll: rows loaded at once."""
 
     BK: int = axis(128, 32, 64, 128, 256)
     threads: int = axis(64, 32, 64, 128)
     unroll: int = axis(16, 8, 16, 32)
 
     def reject(self, case: Case) -> str | None:
-        """Every thread owns a channel and has registers for its loads; the unrolled rows divide a chunk."""
-        if case.problem.KP % self.BK:
+        """Every thread owns a lane and has registers for its loads; the unrolled rows divide a chunk."""
+        if not case.problem.scalar_gate and case.problem.KP % self.BK:
             return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
         if case.BT % self.unroll:
             return f"unroll={self.unroll} does not divide BT={case.BT}"
         if case.device.kind == "cpu":
             return None if self.threads == 64 else "threads has no meaning on the CPU target"
         if self.threads > self.BK:
-            return f"threads={self.threads} exceeds the BK={self.BK} channels of a block"
+            return f"threads={self.threads} exceeds the BK={self.BK} lanes of a block"
         loads = 2 * self.unroll * self.BK // self.threads  # of dG and of g
         return f"{loads} loads in flight are more than a thread has registers for" if loads > 128 else None
 
 
 def build(case: Case, config: BwdGateConfig) -> Any:
-    """The kernel: one thread block a (chunk, head), BK channels in turn; each thread walks up its own channels."""
+    """The kernel: one thread block a (chunk, head), BK channels in turn; each thread walks up its own channels.
+
+    A scalar gate's block takes BK heads at once, a lane a head, as in fwd_gate.
+    """
     p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
-    HV, K, gated = p.HV, p.K, p.gate != "log"
+    HV, scalar, gated = p.HV, p.scalar_gate, p.gate != "log"
+    lanes, blocks, steps = (HV, -(-HV // BK), 1) if scalar else (p.K, HV, p.KP // BK)
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    def lane(i_h, i_k, j):
+        return (i_h if scalar else i_k) * BK + j
+
+    def head(i_h, i_k, j):
+        return lane(i_h, i_k, j) if scalar else i_h
+
+    def channel(i_h, i_k, j):
+        return 0 if scalar else lane(i_h, i_k, j)
+
+    def stored(lane):
+        return lane < lanes if scalar else True  # channels are padded, heads are not
+
+    def load(dG, i_t, i_h, i, i_k, j):
+        element = dG[i_t, head(i_h, i_k, j), i, channel(i_h, i_k, j)]
+        return T.if_then_else(stored(lane(i_h, i_k, j)), element, 0.0) if scalar else element
+
+    def own(rate, j):
+        return rate[j if scalar else 0]
+
+    def of_step(i, count, d):
+        """The gradient of row i's own step from that of the cumsum; rows past the end have zeros."""
+        return d if p.rank == 1 else T.if_then_else(has_gate(p, i, count), d, 0.0)
 
     def sigmoid(x):
         return 1.0 / (1.0 + T.exp2(-RCP_LN2 * x))
@@ -156,76 +185,106 @@ def build(case: Case, config: BwdGateConfig) -> Any:
         ddt_bias_part: annotate(case, OUTPUTS["ddt_bias_part"], NT=NT),
         lower_bound: T.float32,
     ):
-        with tile.kernel(NT * HV, threads=config.threads) as i_block:
-            i_t = i_block // HV
-            i_h = i_block % HV
+        with tile.kernel(NT * blocks, threads=config.threads) as i_block:
+            i_t = i_block // blocks
+            i_h = i_block % blocks  # the head; of a scalar gate, which BK heads
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
-            for i in tile.parallel(BT):
-                if i < count:
-                    dbeta[start + i, i_h] = T.cast(db[i_t, i_h, i] * beta_slope(beta[start + i, i_h]), dbeta.dtype)
+            if scalar:
+                for i, j in tile.parallel(BT, BK):
+                    h = i_h * BK + j
+                    if (i < count) & (h < HV):
+                        dbeta[start + i, h] = T.cast(db[i_t, h, i] * beta_slope(beta[start + i, h]), dbeta.dtype)
+            else:
+                for i in tile.parallel(BT):
+                    if i < count:
+                        dbeta[start + i, i_h] = T.cast(db[i_t, i_h, i] * beta_slope(beta[start + i, i_h]), dbeta.dtype)
 
             d_cumsum = tile.fragment((unroll, BK))
             total = tile.fragment((BK,))
             if gated:
                 raw = tile.fragment((unroll, BK), g.dtype)
                 bias = tile.fragment((BK,))
-                rate = tile.fragment((1,))
+                rate = tile.fragment((BK if scalar else 1,))
                 T.clear(bias)
-                rate[0] = 1.0
-                if p.has_A_log:
-                    rate[0] = T.exp(A_log[i_h])
+                if scalar:
+                    for j in tile.parallel(BK):
+                        h = i_h * BK + j
+                        rate[j] = T.if_then_else(h < HV, T.exp(A_log[h]), 1.0) if p.has_A_log else 1.0
+                else:
+                    rate[0] = 1.0
+                    if p.has_A_log:
+                        rate[0] = T.exp(A_log[i_h])
             if p.has_A_log:
                 of_slope = tile.fragment((1, BK))
-                slope_sum = tile.fragment((1,))
                 T.clear(of_slope)
+                if not scalar:
+                    slope_sum = tile.fragment((1,))
             if p.has_dt_bias:
                 of_bias = tile.fragment((BK,))
-            for i_k in T.serial(p.KP // BK):
+            for i_k in T.serial(steps):
                 T.clear(total)
                 if p.has_dt_bias:
                     T.clear(of_bias)
                     if gated:
                         for j in tile.parallel(BK):
-                            bias[j] = T.if_then_else(i_k * BK + j < K, dt_bias[i_h, i_k * BK + j], 0.0)
+                            inside = lane(i_h, i_k, j) < lanes
+                            bias[j] = T.if_then_else(inside, dt_bias[head(i_h, i_k, j), channel(i_h, i_k, j)], 0.0)
                 for i_outer in T.serial(BT // unroll):
                     for i_inner in T.unroll(unroll):  # all loads of a group are issued before the first is used
                         for j in tile.parallel(BK):
                             i = BT - 1 - i_outer * unroll - i_inner
-                            d_cumsum[i_inner, j] = dG[i_t, i_h, i, i_k * BK + j]
+                            d_cumsum[i_inner, j] = load(dG, i_t, i_h, i, i_k, j)
                             if gated:
-                                inside = i < count and i_k * BK + j < K
-                                raw[i_inner, j] = T.if_then_else(inside, g[start + i, i_h, i_k * BK + j], 0)
+                                inside = has_gate(p, i, count) and lane(i_h, i_k, j) < lanes
+                                raw[i_inner, j] = T.if_then_else(
+                                    inside, g[start + i, head(i_h, i_k, j), channel(i_h, i_k, j)], 0
+                                )
                     for i_inner in T.unroll(unroll):
                         for j in tile.parallel(BK):
                             i = BT - 1 - i_outer * unroll - i_inner
                             total[j] = total[j] + d_cumsum[i_inner, j]
-                            d_cumsum[i_inner, j] = total[j]
+                            d_cumsum[i_inner, j] = of_step(i, count, total[j])
                             if gated:
                                 x = T.cast(raw[i_inner, j], "float32") + bias[j]
-                                d_cumsum[i_inner, j] = total[j] * gate_slope(x, rate[0], lower_bound)
+                                d_cumsum[i_inner, j] = of_step(i, count, total[j]) * gate_slope(
+                                    x, own(rate, j), lower_bound
+                                )
                                 if p.has_A_log:
-                                    d = d_cumsum[i_inner, j] if p.gate == "safe" else total[j]
-                                    of_slope[0, j] = of_slope[0, j] + slope_gradient(x, rate[0], d)
+                                    d = d_cumsum[i_inner, j] if p.gate == "safe" else of_step(i, count, total[j])
+                                    of_slope[0, j] = of_slope[0, j] + slope_gradient(x, own(rate, j), d)
                                 if p.has_dt_bias:
                                     of_bias[j] = of_bias[j] + d_cumsum[i_inner, j]
                     for i_inner in T.unroll(unroll):
                         for j in tile.parallel(BK):
                             i = BT - 1 - i_outer * unroll - i_inner
-                            if (i < count) & (i_k * BK + j < K):
-                                dg[start + i, i_h, i_k * BK + j] = T.cast(d_cumsum[i_inner, j], dg.dtype)
+                            if (i < count) & (lane(i_h, i_k, j) < lanes):
+                                dg[start + i, head(i_h, i_k, j), channel(i_h, i_k, j)] = T.cast(
+                                    d_cumsum[i_inner, j], dg.dtype
+                                )
                 if p.has_dt_bias:
                     for j in tile.parallel(BK):
-                        ddt_bias_part[i_t, i_h, i_k * BK + j] = of_bias[j]
+                        if stored(lane(i_h, i_k, j)):
+                            ddt_bias_part[i_t, head(i_h, i_k, j), channel(i_h, i_k, j)] = of_bias[j]
             if p.has_A_log:
-                T.reduce_sum(of_slope, slope_sum, dim=1)
-                dA_log_part[i_t, i_h] = slope_sum[0]
+                if scalar:
+                    for j in tile.parallel(BK):
+                        if i_h * BK + j < HV:
+                            dA_log_part[i_t, i_h * BK + j] = of_slope[0, j]
+                else:
+                    T.reduce_sum(of_slope, slope_sum, dim=1)
+                    dA_log_part[i_t, i_h] = slope_sum[0]
 
     return bwd_gate
 
 
 def default(case: Case) -> BwdGateConfig:
-    """All channels of K = 128 at once, two a thread: 8 bytes of dG a thread and row; fewer where K is short."""
+    """All channels of K = 128 at once, two a thread: 8 bytes of dG a thread and row; fewer where K is short.
+
+    For a scalar gate a warp over 32 heads.
+    """
+    if case.problem.scalar_gate:
+        return prefer(case, BwdGateConfig(BK=32, threads=32), BwdGateConfig(BK=32))
     return prefer(case, BwdGateConfig(BK=128), BwdGateConfig(BK=64, threads=32), BwdGateConfig(BK=32, threads=32))
 
 
@@ -234,10 +293,10 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p = case.problem
     g_width, beta_width = (4 if dtype == "fp32" else 2 for dtype in (p.g_dtype, p.beta_dtype))
     rows = sizes["tokens"] * p.HV
-    read = sizes["NT"] * p.HV * case.BT * (p.KP + 1) * 4
-    read += rows * ((p.gate != "log") * p.K * g_width + (p.beta != "plain") * beta_width)
-    written = rows * (p.K * g_width + beta_width) + sizes["NT"] * p.HV * 4 * (p.has_A_log + p.has_dt_bias * p.KP)
-    return Cost(bytes=read + written, flops=12 * rows * p.K)
+    read = sizes["NT"] * p.HV * case.BT * (p.GP + 1) * 4
+    read += rows * ((p.gate != "log") * p.G * g_width // p.rank + (p.beta != "plain") * beta_width)
+    written = rows * (p.G * g_width + beta_width) + sizes["NT"] * p.HV * 4 * (p.has_A_log + p.has_dt_bias * p.GP)
+    return Cost(bytes=read + written, flops=12 * rows * p.G)
 
 
 STAGE = Stage(

@@ -9,7 +9,8 @@ With P_ij = 2^(G_i - G_j), for Aqk_ij = scale <q_i P_ij, k_j> (j <= i) and L_ij 
 
 dq_part, dk_part, db and dG are these plus the parts of bwd_wy: of the normalised q and k, a gradient a value head, and
 of the cumsum *in nats*. The diagonal of Aqk decays nothing: its two terms in dG cancel. Rows past the end of a sequence
-and padding channels are zero.
+and padding channels are zero. dG of a scalar gate is the sum over the channels. Where a token has several rows, dL is
+zero inside it, as L is, so its pairs need no mask here.
 
 Pairs are taken by halving, as in fwd_intra: for s = 1, 2, 4, ..., BT/2 the rows of every odd block of s tokens meet the
 rows of the even block before it, all of them scaled by their decay from or to the first row of the odd block, which no
@@ -37,7 +38,7 @@ ADDRESSES = 48  # registers a thread needs besides its tiles: with 8 the compile
 INPUTS = {
     "q": "tokens H K : io",
     "k": "tokens H K : io",
-    "g_cumsum": "NT HV BT KP : f32",
+    "g_cumsum": "NT HV BT GP : f32",
     "beta": "tokens HV : beta",
     "rstd": "NT HV 2 BT : f32 ? l2norm",
     "dAqk": "NT HV BT BT : f32",
@@ -45,14 +46,14 @@ INPUTS = {
     "dq_inter": "NT HV BT KP : f32",
     "dk_inter": "NT HV BT KP : f32",
     "db_inter": "NT HV BT : f32",
-    "dG_inter": "NT HV BT KP : f32",
+    "dG_inter": "NT HV BT GP : f32",
     "chunk_tokens": "NT 2 : i32",
 }
 OUTPUTS = {
     "dq_part": "NT HV BT KP : f32",
     "dk_part": "NT HV BT KP : f32",
     "db": "NT HV BT : f32",
-    "dG": "NT HV BT KP : f32",  # of the cumsum in nats
+    "dG": "NT HV BT GP : f32",  # of the cumsum in nats
 }
 
 
@@ -81,7 +82,7 @@ def reference(
     step = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)[..., None]
     q_weight, k_weight = scale * dAqk.to(dtype).tril(-1), dL.to(dtype)
     diagonal = scale * dAqk.to(dtype).diagonal(dim1=-2, dim2=-1)[..., None]
-    dq_row, k_row, dk_column = (torch.zeros_like(g_cumsum) for _ in range(3))
+    dq_row, k_row, dk_column = (torch.zeros_like(k_tile) for _ in range(3))
     for j in range(BT):  # a column at a time: [NT, HV, rows, KP] instead of all pairs at once
         decay = torch.exp2(g_cumsum[:, :, j:] - g_cumsum[:, :, j : j + 1])
         key = k_tile[:, :, j : j + 1] * decay
@@ -90,11 +91,12 @@ def reference(
         k_row[:, :, j:] += of_k * key
         dk_column[:, :, j] = (decay * (of_q * q_tile[:, :, j:] + of_k * (step * k_tile)[:, :, j:])).sum(2)
     dk_row = step * k_row
+    dG = q_tile * dq_row + k_tile * (dk_row - dk_column)
     return {
         "dq_part": dq_inter.to(dtype) + dq_row + diagonal * k_tile,
         "dk_part": dk_inter.to(dtype) + dk_row + dk_column + diagonal * q_tile,
         "db": db_inter.to(dtype) + (k_tile * k_row).sum(-1),
-        "dG": dG_inter.to(dtype) + q_tile * dq_row + k_tile * (dk_row - dk_column),
+        "dG": dG_inter.to(dtype) + (dG.sum(-1, keepdim=True) if p.scalar_gate else dG),
     }
 
 
@@ -220,6 +222,9 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
             dG_frag = tile.fragment((BT, BK))
             kr_dot = tile.fragment((BT,))
             T.clear(kr_dot)
+            if p.scalar_gate:
+                G_dot = tile.fragment((BT,))
+                T.clear(G_dot)
             for i in tile.parallel(BT):
                 q_factor[i] = rstd[i_t, i_hv, 0, i] if p.l2norm else 1.0
                 k_factor[i] = rstd[i_t, i_hv, 1, i] if p.l2norm else 1.0
@@ -239,7 +244,7 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
                 T.clear(even_rows)
             for i_k in T.serial(p.KP // BK):
                 for i, j in tile.parallel(BT, BK):
-                    g_frag[i, j] = g_cumsum[i_t, i_hv, i, i_k * BK + j]
+                    g_frag[i, j] = g_cumsum[i_t, i_hv, i, 0 if p.scalar_gate else i_k * BK + j]
                     g_shared[i, j] = g_frag[i, j]
                 for i, j in tile.parallel(BT, BK):
                     inside = (i < count) & (i_k * BK + j < K)
@@ -289,15 +294,21 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
                 for i, j in tile.parallel(BT, BK):
                     c = i_k * BK + j
                     row = b_factor[i] * k_row[i, j]
-                    dG[i_t, i_hv, i, c] = dG_inter[i_t, i_hv, i, c] + dG_frag[i, j]
+                    if not p.scalar_gate:
+                        dG[i_t, i_hv, i, c] = dG_inter[i_t, i_hv, i, c] + dG_frag[i, j]
                     dq_part[i_t, i_hv, i, c] = dq_inter[i_t, i_hv, i, c] + dq_row[i, j] + diagonal[i] * k_frag[i, j]
                     dk_part[i_t, i_hv, i, c] = (
                         dk_inter[i_t, i_hv, i, c] + row + dk_column[i, j] + diagonal[i] * q_frag[i, j]
                     )
                     decay[i, j] = k_frag[i, j] * k_row[i, j]
                 T.reduce_sum(decay, kr_dot, dim=1, clear=False)
+                if p.scalar_gate:
+                    T.reduce_sum(dG_frag, G_dot, dim=1, clear=False)
             for i in tile.parallel(BT):
                 db[i_t, i_hv, i] = db_inter[i_t, i_hv, i] + kr_dot[i]
+            if p.scalar_gate:
+                for i in tile.parallel(BT):
+                    dG[i_t, i_hv, i, 0] = dG_inter[i_t, i_hv, i, 0] + G_dot[i]
 
     return bwd_intra
 
@@ -315,8 +326,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
-    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * (4 * p.KP + 2 * BT + 1) * 4
-    written = chunks * BT * (3 * p.KP + 1) * 4
+    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * (2 * p.KP + 2 * p.GP + 2 * BT + 1) * 4
+    written = chunks * BT * (2 * p.KP + p.GP + 1) * 4
     return Cost(bytes=read + written, flops=4 * chunks * BT * BT * p.K)
 
 

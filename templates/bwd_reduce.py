@@ -18,11 +18,11 @@ from kda_tl.templates._tile import Tile, annotate
 
 INPUTS = {
     "dA_log_part": "NT HV : f32 ? has_A_log",
-    "ddt_bias_part": "NT HV KP : f32 ? has_dt_bias",
+    "ddt_bias_part": "NT HV GP : f32 ? has_dt_bias",
 }
 OUTPUTS = {
     "dA_log": "HV : f32 ? has_A_log",
-    "ddt_bias": "HV K : f32 ? has_dt_bias",
+    "ddt_bias": "HV G : f32 ? has_dt_bias",
 }
 
 
@@ -37,13 +37,13 @@ def reference(
     if dA_log_part is not None:
         outputs["dA_log"] = dA_log_part.sum(0)
     if ddt_bias_part is not None:
-        outputs["ddt_bias"] = ddt_bias_part.sum(0)[:, : case.problem.K]
+        outputs["ddt_bias"] = ddt_bias_part.sum(0)[:, : case.problem.G]
     return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class BwdReduceConfig(Config):
-    """BK: channels of ddt_bias a block sums; rows: chunks it reads at once; threads a block."""
+    """BK: channels of ddt_bias a block sums, if there are several; rows: chunks it reads at once; threads a block."""
 
     BK: int = axis(32, 32, 64, 128)
     rows: int = axis(64, 16, 32, 64, 128)
@@ -51,7 +51,9 @@ class BwdReduceConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """BK divides; every thread has an element to add and can hold its share; the partial sums fit shared memory."""
-        if case.problem.KP % self.BK:
+        if case.problem.scalar_gate and self.BK != 32:
+            return "BK has no meaning for a scalar gate"
+        if not case.problem.scalar_gate and case.problem.KP % self.BK:
             return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
         if case.device.kind == "cpu":
             return "threads has no meaning on the CPU target" if self.threads != 128 else None
@@ -69,9 +71,33 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
     """The kernel: one thread block a (value head, BK channels); row r sums the chunks r, r + rows, ... in turn."""
     p, BK, rows = case.problem, config.BK, config.rows
     HV, K = p.HV, p.K
-    KB = p.KP // BK if p.has_dt_bias else 1
+    KB = p.KP // BK if p.has_dt_bias and not p.scalar_gate else 1
     tile = Tile.of(case)
     NT = T.dynamic("NT")
+
+    def at(parts, i_t, i_h):
+        return parts[i_t, i_h] if len(parts.shape) == 2 else parts[i_t, i_h, 0]
+
+    @T.macro
+    def sum_scalars(parts, sums, i_h, k0):
+        """A number a chunk and head, [NT, HV] or [NT, HV, 1]."""
+        scalar_sums = tile.fragment((rows,))
+        scalar_rows = tile.shared((rows,), "float32")
+        scalar = tile.fragment((1,))
+        T.clear(scalar_sums)
+        T.clear(scalar)
+        for i_r in T.serial(T.ceildiv(NT, rows)):
+            for r in tile.parallel(rows):
+                inside = (i_r * rows + r < NT) & (k0 == 0)
+                scalar_sums[r] += T.if_then_else(inside, at(parts, i_r * rows + r, i_h), 0.0)
+        T.copy(scalar_sums, scalar_rows)
+        for r in T.serial(rows):
+            scalar[0] += scalar_rows[r]
+        if k0 == 0:
+            if len(sums.shape) == 1:
+                sums[i_h] = scalar[0]
+            else:
+                sums[i_h, 0] = scalar[0]
 
     @T.prim_func
     def bwd_reduce(
@@ -84,21 +110,10 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
             i_h = i_block // KB
             k0 = i_block % KB * BK
             if p.has_A_log:
-                scalar_sums = tile.fragment((rows,))
-                scalar_rows = tile.shared((rows,), "float32")
-                scalar = tile.fragment((1,))
-                T.clear(scalar_sums)
-                T.clear(scalar)
-                for i_r in T.serial(T.ceildiv(NT, rows)):
-                    for r in tile.parallel(rows):
-                        inside = (i_r * rows + r < NT) & (k0 == 0)
-                        scalar_sums[r] += T.if_then_else(inside, dA_log_part[i_r * rows + r, i_h], 0.0)
-                T.copy(scalar_sums, scalar_rows)
-                for r in T.serial(rows):
-                    scalar[0] += scalar_rows[r]
-                if k0 == 0:
-                    dA_log[i_h] = scalar[0]
-            if p.has_dt_bias:
+                sum_scalars(dA_log_part, dA_log, i_h, k0)
+            if p.has_dt_bias and p.scalar_gate:
+                sum_scalars(ddt_bias_part, ddt_bias, i_h, k0)
+            elif p.has_dt_bias:
                 sums = tile.fragment((rows, BK))
                 sum_rows = tile.shared((rows, BK), "float32")
                 total = tile.fragment((BK,))
@@ -127,7 +142,7 @@ def default(case: Case) -> BwdReduceConfig:
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """The parts in, one sum of each out."""
     p = case.problem
-    parts = p.HV * (p.has_A_log + p.has_dt_bias * p.KP)
+    parts = p.HV * (p.has_A_log + p.has_dt_bias * p.GP)
     return Cost(bytes=4 * parts * (sizes["NT"] + 1), flops=parts * sizes["NT"])
 
 

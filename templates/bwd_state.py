@@ -25,7 +25,7 @@ INPUTS = {
     "w": "NT HV BT KP : io",
     "do": "tokens HV V : io",
     "dv_local": "NT HV BT VP : io",
-    "g_cumsum": "NT HV BT KP : f32",
+    "g_cumsum": "NT HV BT GP : f32",
     "dht": "N HV K V : f32 ? final_state",
     "seq_chunks": "N+1 : i32",
     "chunk_tokens": "NT 2 : i32",
@@ -95,7 +95,7 @@ class BwdStateConfig(Config):
         if THREADS // 32 > (case.BT // 16) * (self.BV // 8):
             return f"BV={self.BV} leaves {THREADS // 32} warps less than a 16 x 8 tile each of {case.BT} rows"
         io = 4 if p.dtype == "fp32" else 2
-        ahead = [case.BT * p.KP * io] * 3 + [case.BT * self.BV * io, p.KP * 4]
+        ahead = [case.BT * p.KP * io] * 3 + [case.BT * self.BV * io, 0 if p.scalar_gate else p.KP * 4]
         once = [p.KP * self.BV * io] + [case.BT * self.BV * io] * 2
         tiles = [self.num_stages * size for size in ahead] + once
         smem = sum(-(-size // 1024) * 1024 for size in tiles)  # every tile starts at a multiple of 1024 bytes
@@ -154,7 +154,7 @@ def build(case: Case, config: BwdStateConfig) -> Any:
             do_frag = tile.fragment((BT, BV), tile.io)
             do_shared = tile.shared((BT, BV))
             dv_shared = tile.shared((BT, BV))
-            decay = tile.shared((KP,), "float32")
+            decay = tile.fragment((1,)) if p.scalar_gate else tile.shared((KP,), "float32")
             value = tile.fragment((BT, BV))
             value_shared = tile.shared((BT, BV))
             if p.final_state:
@@ -167,7 +167,10 @@ def build(case: Case, config: BwdStateConfig) -> Any:
                 T.copy(dv_local[last - i_c, i_h, :, v0 : v0 + BV], dv_shared)
                 T.copy(qg[last - i_c, i_h, :, :], qg_shared)
                 T.copy(w[last - i_c, i_h, :, :], w_shared)
-                T.copy(g_cumsum[last - i_c, i_h, BT - 1, :], decay)
+                if p.scalar_gate:
+                    decay[0] = g_cumsum[last - i_c, i_h, BT - 1, 0]
+                else:
+                    T.copy(g_cumsum[last - i_c, i_h, BT - 1, :], decay)
                 # Through registers: tilelang 0.1.15 frees a masked tile that it loads ahead with the wrong barrier, so
                 # the next chunk's do overwrites this one's before it is used.
                 for i, j in tile.parallel(BT, BV):
@@ -183,7 +186,7 @@ def build(case: Case, config: BwdStateConfig) -> Any:
                 for i, j in tile.parallel(BT, BV):
                     dv_new[last - i_c, i_h, i, v0 + j] = -value_shared[i, j]
                 for i, j in tile.parallel(KP, BV):
-                    state[i, j] = state[i, j] * T.exp2(decay[i])
+                    state[i, j] = state[i, j] * T.exp2(decay[0 if p.scalar_gate else i])
                 tile.gemm(qg_shared, do_shared, state, transpose_A=True)
                 tile.gemm(w_shared, value_shared, state, transpose_A=True)
             if p.initial_state:
@@ -207,7 +210,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
-    moved = chunks * (BT * (3 * p.KP + 2 * p.VP) * io + p.KP * 4 + p.KP * p.VP * io)
+    moved = chunks * (BT * (3 * p.KP + 2 * p.VP) * io + p.GP * 4 + p.KP * p.VP * io)
     moved += sizes["tokens"] * p.HV * p.V * io
     states = sizes["N"] * p.HV * p.K * p.V * 4 * (p.initial_state + p.final_state)
     return Cost(bytes=moved + states, flops=6 * chunks * BT * p.K * p.V)

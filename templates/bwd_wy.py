@@ -13,7 +13,8 @@ with kb = beta k 2^G and vb = beta v. The gradient of the inverse is dAkk = dw k
 
 These are the parts that go through the state and the inverse; bwd_intra adds those of Aqk and L. q and k are the
 normalised ones, a gradient a value head. dG is the gradient with respect to the cumsum *in nats*, G ln 2. The last row
-is that of the chunk's last token: rows past the end of a sequence and padding channels are zero in every output.
+is that of the chunk's last token: rows past the end of a sequence and padding channels are zero in every output. dG of
+a scalar gate is the sum over the channels. L of tokens of several rows has no pairs inside one, nor does dL.
 Source: the chain rule on fwd_wy, fwd_state and fwd_output, Kimi Linear, arXiv:2510.26692, section 3.
 """
 
@@ -26,14 +27,14 @@ import torch
 
 from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
-from kda_tl.templates._chunks import join_chunks, share_heads, split_chunks
-from kda_tl.templates._tile import Tile, annotate, beta_factor, rest_bytes
+from kda_tl.templates._chunks import join_chunks, keep_seen, share_heads, split_chunks
+from kda_tl.templates._tile import Tile, annotate, beta_factor, rest_bytes, sees
 
 INPUTS = {
     "q": "tokens H K : io",
     "k": "tokens H K : io",
     "v": "tokens HV V : io",
-    "g_cumsum": "NT HV BT KP : f32",
+    "g_cumsum": "NT HV BT GP : f32",
     "beta": "tokens HV : beta",
     "Akk": "NT HV BT BT : io",
     "w": "NT HV BT KP : io",
@@ -51,7 +52,7 @@ OUTPUTS = {
     "dk_inter": "NT HV BT KP : f32",
     "dv": "tokens HV V : io",
     "db_inter": "NT HV BT : f32",
-    "dG_inter": "NT HV BT KP : f32",  # of the cumsum in nats
+    "dG_inter": "NT HV BT GP : f32",  # of the cumsum in nats
     "dL": "NT HV BT BT : f32",
 }
 
@@ -90,17 +91,18 @@ def reference(
     dk_after = rest * (v_new @ dh.transpose(-1, -2))
     dw = -dv_new @ h.transpose(-1, -2)
     dkb, dvb = Akk.transpose(-1, -2) @ dw, Akk.transpose(-1, -2) @ dv_new
-    dL = -(dkb @ w.transpose(-1, -2) + dvb @ u.transpose(-1, -2)).tril(-1)
+    dL = -keep_seen(dkb @ w.transpose(-1, -2) + dvb @ u.transpose(-1, -2), p.rank)
 
     dk_before = step * decay * dkb
     d_last = (k_tile * dk_after).sum(2) + (torch.exp2(g_cumsum[:, :, -1])[..., None] * h * dh).sum(-1)
     is_last = torch.arange(BT, device=q.device) == chunk_tokens[:, 1:] - 1
+    dG = q_tile * dq + k_tile * (dk_before - dk_after) + is_last[:, None, :, None] * d_last[:, :, None]
     return {
         "dq_inter": dq,
         "dk_inter": dk_before + dk_after,
         "dv": join_chunks(step * dvb, chunk_tokens, v.shape[0], p.V),
         "db_inter": (k_tile * decay * dkb).sum(-1) + (v_tile * dvb).sum(-1),
-        "dG_inter": q_tile * dq + k_tile * (dk_before - dk_after) + is_last[:, None, :, None] * d_last[:, :, None],
+        "dG_inter": dG.sum(-1, keepdim=True) if p.scalar_gate else dG,
         "dL": dL,
     }
 
@@ -202,6 +204,9 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                     k_factor[i] = 1.0
             T.clear(L_frag)
             T.clear(b_frag)
+            if p.scalar_gate:
+                G_frag = tile.fragment((BT,))
+                T.clear(G_frag)
 
             value = tile.shared((BT, BV))
             u_shared = tile.shared((BT, BV))
@@ -264,7 +269,7 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                     for i, j in tile.parallel(BK, BV):
                         states[i, j] = T.cast(h_shared[i, j], "float32") * T.cast(dh_shared[i, j], "float32")
                     T.reduce_sum(states, row_frag, dim=1, clear=False)
-                T.copy(g_cumsum[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], g_shared)
+                tile.load_cumsum(g_cumsum, i_t, i_hv, i_k, g_shared)
                 T.copy(w[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], w_shared)
                 for i, j in tile.parallel(BT, BK):
                     inside = (i < count) & (i_k * BK + j < K)
@@ -304,12 +309,19 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                     query = T.cast(q_shared[i, j], "float32") * q_factor[i]
                     key = T.cast(k_shared[i, j], "float32") * k_factor[i]
                     end = T.if_then_else(i == count - 1, last[j], 0.0)
-                    dG_inter[i_t, i_hv, i, i_k * BK + j] = (
-                        query * dq_frag[i, j] + key * (dkb_frag[i, j] - dk_frag[i, j]) + end
-                    )
+                    of_channel = query * dq_frag[i, j] + key * (dkb_frag[i, j] - dk_frag[i, j]) + end
+                    if p.scalar_gate:
+                        dw_frag[i, j] = of_channel
+                    else:
+                        dG_inter[i_t, i_hv, i, i_k * BK + j] = of_channel
+                if p.scalar_gate:
+                    T.reduce_sum(dw_frag, G_frag, dim=1, clear=False)
             T.copy(b_frag, db_inter[i_t, i_hv, :])
+            if p.scalar_gate:
+                for i in tile.parallel(BT):
+                    dG_inter[i_t, i_hv, i, 0] = G_frag[i]
             for i, j in tile.parallel(BT, BT):
-                dL[i_t, i_hv, i, j] = T.if_then_else(i > j, -L_frag[i, j], 0.0)
+                dL[i_t, i_hv, i, j] = T.if_then_else(sees(p, i, j), -L_frag[i, j], 0.0)
 
     return bwd_wy
 
@@ -326,8 +338,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
     read = 2 * sizes["tokens"] * (p.H * p.K + p.HV * p.V) * io
-    read += chunks * (BT * (p.KP * 4 + (BT + p.KP + 3 * p.VP) * io) + 2 * p.KP * p.VP * io)
-    written = sizes["tokens"] * p.HV * p.V * io + chunks * BT * (3 * p.KP + BT + 1) * 4
+    read += chunks * (BT * (p.GP * 4 + (BT + p.KP + 3 * p.VP) * io) + 2 * p.KP * p.VP * io)
+    written = sizes["tokens"] * p.HV * p.V * io + chunks * BT * (2 * p.KP + p.GP + BT + 1) * 4
     flops = chunks * (6 * BT * p.K * p.V + 2 * BT * BT * (p.K + p.V))
     return Cost(bytes=read + written, flops=flops)
 

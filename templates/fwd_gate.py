@@ -3,7 +3,8 @@
     G[r] = sum_{i <= r} log2(alpha_i),   alpha = exp(gate(g))          per chunk, value head and key channel
 
 Rows past the end of a sequence repeat the last value, so row BT-1 always holds the decay of the whole chunk;
-channels past K hold 0.
+channels past K hold 0. A scalar gate has one channel. Where a token has several rows, its decay comes before all of
+them: g is read in the first only, and the others add 0 to the sum, whatever the gate.
 Source: Kimi Linear, arXiv:2510.26692, section 3; gates as in FLA v0.6.0 ``fla/ops/kda/gate.py``.
 """
 
@@ -16,20 +17,20 @@ import torch
 
 from kda_tl.reference import activate_gate
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
-from kda_tl.templates._chunks import split_chunks
-from kda_tl.templates._tile import RCP_LN2, Tile, annotate
+from kda_tl.templates._chunks import first_rows, split_chunks
+from kda_tl.templates._tile import RCP_LN2, Tile, annotate, has_gate
 
 # In fp32 2^-150 is 0: a token that decays more forgets everything all the same, and its size would only take the
 # digits of the gentle decays after it in the sum (1e-3 off with -1e4 nats here and there). NaN stays NaN.
 FORGOTTEN = -150.0
 
 INPUTS = {
-    "g": "tokens HV K : g",
+    "g": "tokens HV G : g",
     "A_log": "HV : f32 ? has_A_log",
-    "dt_bias": "HV K : f32 ? has_dt_bias",
+    "dt_bias": "HV G : f32 ? has_dt_bias",
     "chunk_tokens": "NT 2 : i32",
 }
-OUTPUTS = {"g_cumsum": "NT HV BT KP : f32"}
+OUTPUTS = {"g_cumsum": "NT HV BT GP : f32"}
 
 
 def reference(
@@ -44,35 +45,51 @@ def reference(
     """PyTorch twin, in the dtype of g."""
     p = case.problem
     log_alpha = activate_gate(g, gate=p.gate, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
-    chunks = split_chunks(log_alpha * RCP_LN2, chunk_tokens, case.BT, width=p.KP)  # zeros past the end
-    return {"g_cumsum": chunks.cumsum(dim=2)}
+    chunks = split_chunks(log_alpha * RCP_LN2, chunk_tokens, case.BT, width=p.GP)  # zeros past the end
+    return {"g_cumsum": torch.where(first_rows(case.BT, p.rank, g.device), chunks, 0.0).cumsum(dim=2)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FwdGateConfig(Config):
-    """BK: channels a thread block scans; threads: threads a block; unroll: rows whose loads are in flight."""
+    """BK: channels a thread block scans, or heads of a scalar gate; threads a block; unroll: rows loaded at once."""
 
     BK: int = axis(64, 32, 64, 128)
     threads: int = axis(32, 32, 64)
     unroll: int = axis(16, 8, 16, 32)
 
     def reject(self, case: Case) -> str | None:
-        """Every thread owns at least one channel, and chunks are whole multiples of the unrolled rows."""
-        if case.problem.KP % self.BK:
+        """Every thread owns at least one lane, and chunks are whole multiples of the unrolled rows."""
+        if not case.problem.scalar_gate and case.problem.KP % self.BK:
             return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
         if self.threads > self.BK:
-            return f"threads={self.threads} exceeds the BK={self.BK} channels of a block"
+            return f"threads={self.threads} exceeds the BK={self.BK} lanes of a block"
         if case.BT % self.unroll:
             return f"unroll={self.unroll} does not divide BT={case.BT}"
         return None
 
 
 def build(case: Case, config: FwdGateConfig) -> Any:
-    """The kernel: one thread block a (chunk, head, BK channels); each thread walks down its own channels."""
+    """The kernel: one thread block a (chunk, head, BK channels); each thread walks down its own channels.
+
+    A scalar gate's block takes BK heads instead, a lane a head: memory holds the gates of a token side by side.
+    """
     p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
-    HV, K, KB = p.HV, p.K, p.KP // config.BK
+    lanes, heads = (p.HV, 1) if p.scalar_gate else (p.K, p.HV)
+    blocks = -(-lanes // BK)
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    def head(i_h, lane):
+        return lane if p.scalar_gate else i_h
+
+    def channel(lane):
+        return 0 if p.scalar_gate else lane
+
+    def stored(lane):
+        return lane < lanes if p.scalar_gate else True  # channels are padded, heads are not
+
+    def own(rate, j):
+        return rate[j if p.scalar_gate else 0]
 
     def log2_decay(x, rate, bias, lower_bound):
         if p.gate == "log":
@@ -91,43 +108,51 @@ def build(case: Case, config: FwdGateConfig) -> Any:
         g_cumsum: annotate(case, OUTPUTS["g_cumsum"], NT=NT),
         lower_bound: T.float32,
     ):
-        with tile.kernel(NT * HV * KB, threads=config.threads) as i_block:
-            i_t = i_block // (HV * KB)
-            i_h = i_block // KB % HV
-            k0 = i_block % KB * BK
+        with tile.kernel(NT * heads * blocks, threads=config.threads) as i_block:
+            i_t = i_block // (heads * blocks)
+            i_h = i_block // blocks % heads
+            k0 = i_block % blocks * BK
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
             raw = tile.fragment((unroll, BK), g.dtype)
             total = tile.fragment((BK,))
             bias = tile.fragment((BK,))
-            rate = tile.fragment((1,))
+            rate = tile.fragment((BK if p.scalar_gate else 1,))
             T.clear(total)
             if p.gate != "log":
                 T.clear(bias)
-            rate[0] = 1.0
-            if p.has_A_log:
-                rate[0] = T.exp(A_log[i_h])
+            if p.scalar_gate:
+                for j in tile.parallel(BK):
+                    rate[j] = T.if_then_else(k0 + j < lanes, T.exp(A_log[k0 + j]), 1.0) if p.has_A_log else 1.0
+            else:
+                rate[0] = 1.0
+                if p.has_A_log:
+                    rate[0] = T.exp(A_log[i_h])
             if p.has_dt_bias:
                 for j in tile.parallel(BK):
-                    bias[j] = T.if_then_else(k0 + j < K, dt_bias[i_h, k0 + j], 0.0)
+                    bias[j] = T.if_then_else(k0 + j < lanes, dt_bias[head(i_h, k0 + j), channel(k0 + j)], 0.0)
             for i_outer in T.serial(BT // unroll):
                 for i_inner in T.unroll(unroll):  # all loads of a group are issued before the first is used
                     for j in tile.parallel(BK):
                         i = i_outer * unroll + i_inner
-                        raw[i_inner, j] = T.if_then_else(i < count and k0 + j < K, g[start + i, i_h, k0 + j], 0)
+                        inside = has_gate(p, i, count) and k0 + j < lanes
+                        raw[i_inner, j] = T.if_then_else(inside, g[start + i, head(i_h, k0 + j), channel(k0 + j)], 0)
                 for i_inner in T.unroll(unroll):
                     for j in tile.parallel(BK):
                         i = i_outer * unroll + i_inner
-                        exact = log2_decay(T.cast(raw[i_inner, j], "float32"), rate[0], bias[j], lower_bound)
+                        exact = log2_decay(T.cast(raw[i_inner, j], "float32"), own(rate, j), bias[j], lower_bound)
                         step = T.if_then_else(exact < FORGOTTEN, FORGOTTEN, exact)
-                        total[j] = total[j] + T.if_then_else(i < count and k0 + j < K, step, 0.0)
-                        g_cumsum[i_t, i_h, i, k0 + j] = total[j]
+                        total[j] = total[j] + T.if_then_else(has_gate(p, i, count) and k0 + j < lanes, step, 0.0)
+                        if stored(k0 + j):
+                            g_cumsum[i_t, head(i_h, k0 + j), i, channel(k0 + j)] = total[j]
 
     return fwd_gate
 
 
 def default(case: Case) -> FwdGateConfig:
-    """A warp over 64 channels (32 where K is short): 8 bytes a thread and row."""
+    """A warp over 64 channels (32 where K is short): 8 bytes a thread and row. Over 32 heads for a scalar gate."""
+    if case.problem.scalar_gate:
+        return FwdGateConfig(BK=32)
     return prefer(case, FwdGateConfig(BK=64), FwdGateConfig(BK=32))
 
 
@@ -135,9 +160,9 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """g once in, its fp32 cumsum once out; a few operations an element."""
     p = case.problem
     width = 4 if p.g_dtype == "fp32" else 2
-    read = sizes["tokens"] * p.HV * p.K * width
-    written = sizes["NT"] * p.HV * case.BT * p.KP * 4
-    return Cost(bytes=read + written, flops=8 * sizes["tokens"] * p.HV * p.K)
+    gates = sizes["tokens"] // p.rank * p.HV * p.G
+    written = sizes["NT"] * p.HV * case.BT * p.GP * 4
+    return Cost(bytes=gates * width + written, flops=8 * gates)
 
 
 STAGE = Stage(

@@ -15,6 +15,9 @@ diagonal and dropped.
 
 The inverse: forward substitution in BC x BC diagonal blocks, a thread a column, then the same levels again,
 X <- X - X L_s X. L2 norms of q and k enter as row factors of the results and are handed on to later stages.
+
+Where a token has r rows, they do not see each other: L holds the pairs of different tokens only, j // r < i // r, so no
+level s < r adds to it. Aqk stays as it is: a token's query stands in its last row, below all the others.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the halving and the levelled inverse are derived above.
 """
 
@@ -28,12 +31,12 @@ import torch
 from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import share_heads, split_chunks
-from kda_tl.templates._tile import L2NORM_EPS, Tile, annotate, beta_factor, rest_bytes
+from kda_tl.templates._tile import L2NORM_EPS, Tile, annotate, beta_factor, rest_bytes, sees
 
 INPUTS = {
     "q": "tokens H K : io",
     "k": "tokens H K : io",
-    "g_cumsum": "NT HV BT KP : f32",
+    "g_cumsum": "NT HV BT GP : f32",
     "beta": "tokens HV : beta",
     "chunk_tokens": "NT 2 : i32",
 }
@@ -67,7 +70,8 @@ def reference(
         decay = torch.exp2(g_cumsum[:, :, j:] - g_cumsum[:, :, j : j + 1])
         key = k_tile[:, :, j : j + 1] * decay
         Aqk[:, :, j:, j] = scale * (q_tile[:, :, j:] * key).sum(-1)
-        L[:, :, j + 1 :, j] = beta_tile[:, :, j + 1 :] * (k_tile[:, :, j + 1 :] * key[:, :, 1:]).sum(-1)
+        after = (j // p.rank + 1) * p.rank  # the next token
+        L[:, :, after:, j] = beta_tile[:, :, after:] * (k_tile[:, :, after:] * key[:, :, after - j :]).sum(-1)
     eye = torch.eye(BT, dtype=dtype, device=q.device)
     Akk = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False, unitriangular=True)
     outputs = {"Aqk": Aqk, "Akk": Akk}
@@ -176,7 +180,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                     inside = (i < count) & (i_k * BK + j < K)
                     q_frag[i, j] = T.if_then_else(inside, q[start + i, i_h, i_k * BK + j], 0)
                     k_frag[i, j] = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
-                T.copy(g_cumsum[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], g_shared)
+                tile.load_cumsum(g_cumsum, i_t, i_hv, i_k, g_shared)
                 T.copy(q_frag, q_shared)
                 T.copy(k_frag, k_shared)
                 for i, j in tile.parallel(BT, BK):
@@ -233,7 +237,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                     if (i // BC == j // BC) & (i > j):
                         A_shared[i, j] = q_pairs[i, j] * (scale * q_factor[i] * k_factor[j])
                 for i, j in tile.parallel(BT, BT):
-                    if (i // BC == j // BC) & (i > j):
+                    if (i // BC == j // BC) & sees(p, i, j):
                         lower[i, j] = k_pairs[i, j] * (b_factor[i] * k_factor[i] * k_factor[j])
             for s, pair in zip(levels, pairs, strict=True):
                 for r, c in tile.parallel(BT, half):
@@ -241,11 +245,14 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                         A_shared[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
                             scale * q_factor[odd_row(r % half, s)] * k_factor[even_row(c, s)]
                         )
-                for r, c in tile.parallel(BT, half):
-                    if (r >= half) & (r % half // s == c // s):
-                        lower[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
-                            b_factor[odd_row(r % half, s)] * k_factor[odd_row(r % half, s)] * k_factor[even_row(c, s)]
-                        )
+                if s >= p.rank:
+                    for r, c in tile.parallel(BT, half):
+                        if (r >= half) & (r % half // s == c // s):
+                            lower[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
+                                b_factor[odd_row(r % half, s)]
+                                * k_factor[odd_row(r % half, s)]
+                                * k_factor[even_row(c, s)]
+                            )
             for i, j in tile.parallel(BT, BT):
                 Aqk[i_t, i_hv, i, j] = T.cast(A_shared[i, j], tile.io)
 
@@ -290,7 +297,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
-    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * p.KP * 4
+    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * p.GP * 4
     written = 2 * chunks * BT * BT * io
     return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
 

@@ -20,7 +20,7 @@ INPUTS = {
     "w": "NT HV BT KP : io",
     "u": "NT HV BT VP : io",
     "kg": "NT HV BT KP : io",
-    "g_cumsum": "NT HV BT KP : f32",
+    "g_cumsum": "NT HV BT GP : f32",
     "h0": "N HV K V : f32 ? initial_state",
     "seq_chunks": "N+1 : i32",
 }
@@ -87,7 +87,7 @@ class FwdStateConfig(Config):
         if THREADS // 32 > (case.BT // 16) * (self.BV // 8):
             return f"BV={self.BV} leaves {THREADS // 32} warps less than a 16 x 8 tile each of {case.BT} rows"
         io = 4 if p.dtype == "fp32" else 2
-        stage = case.BT * (2 * p.KP + self.BV) * io + p.KP * 4
+        stage = case.BT * (2 * p.KP + self.BV) * io + (0 if p.scalar_gate else p.KP * 4)
         smem = self.num_stages * stage + (p.KP + case.BT) * self.BV * io
         rows, columns = (case.BT, p.KP), (p.KP, self.BV)
         smem += rest_bytes(case, rows, columns, rows, (case.BT, self.BV))
@@ -136,7 +136,7 @@ def build(case: Case, config: FwdStateConfig) -> Any:
             w_shared = tile.shared((BT, KP))
             kg_shared = tile.shared((BT, KP))
             u_shared = tile.shared((BT, BV))
-            decay = tile.shared((KP,), "float32")
+            decay = tile.fragment((1,)) if p.scalar_gate else tile.shared((KP,), "float32")
             value = tile.fragment((BT, BV))
             value_shared = tile.shared((BT, BV))
             if p.initial_state:
@@ -148,7 +148,10 @@ def build(case: Case, config: FwdStateConfig) -> Any:
                 T.copy(w[first + i_c, i_h, :, :], w_shared)
                 T.copy(u[first + i_c, i_h, :, v0 : v0 + BV], u_shared)
                 T.copy(kg[first + i_c, i_h, :, :], kg_shared)
-                T.copy(g_cumsum[first + i_c, i_h, BT - 1, :], decay)
+                if p.scalar_gate:
+                    decay[0] = g_cumsum[first + i_c, i_h, BT - 1, 0]
+                else:
+                    T.copy(g_cumsum[first + i_c, i_h, BT - 1, :], decay)
                 T.copy(state, state_shared)
                 T.copy(state_shared, h[first + i_c, i_h, :, v0 : v0 + BV])
                 tile.gemm(w_shared, state_shared, value, clear_accum=True)
@@ -157,7 +160,7 @@ def build(case: Case, config: FwdStateConfig) -> Any:
                 T.copy(value, value_shared)
                 T.copy(value_shared, v_new[first + i_c, i_h, :, v0 : v0 + BV])
                 for i, j in tile.parallel(KP, BV):
-                    state[i, j] = state[i, j] * T.exp2(decay[i])
+                    state[i, j] = state[i, j] * T.exp2(decay[0 if p.scalar_gate else i])
                 tile.gemm(kg_shared, value_shared, state, transpose_A=True)
             if p.final_state:
                 for i, j in tile.parallel(KP, BV):
@@ -180,7 +183,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
-    moved = chunks * (BT * (2 * p.KP + 2 * p.VP) * io + p.KP * 4 + p.KP * p.VP * io)
+    moved = chunks * (BT * (2 * p.KP + 2 * p.VP) * io + p.GP * 4 + p.KP * p.VP * io)
     states = sizes["N"] * p.HV * p.K * p.V * 4 * (p.initial_state + p.final_state)
     return Cost(bytes=moved + states, flops=4 * chunks * BT * p.K * p.V)
 

@@ -23,7 +23,7 @@ INPUTS = {
     "q": "tokens H K : io",
     "k": "tokens H K : io",
     "v": "tokens HV V : io",
-    "g_cumsum": "NT HV BT KP : f32",
+    "g_cumsum": "NT HV BT GP : f32",
     "beta": "tokens HV : beta",
     "Akk": "NT HV BT BT : io",
     "rstd": "NT HV 2 BT : f32 ? l2norm",
@@ -151,7 +151,7 @@ def build(case: Case, config: FwdWyConfig) -> Any:
                 T.copy(v_shared, u[i_t, i_hv, :, i_v * BV : (i_v + 1) * BV])
 
             for i_k in T.serial(p.KP // BK):
-                T.copy(g_cumsum[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], g_shared)
+                tile.load_cumsum(g_cumsum, i_t, i_hv, i_k, g_shared)
                 for i, j in tile.parallel(BT, BK):
                     inside = (i < count) & (i_k * BK + j < K)
                     q_raw = T.if_then_else(inside, q[start + i, i_h, i_k * BK + j], 0)
@@ -179,7 +179,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
-    read = sizes["tokens"] * (2 * p.H * p.K + p.HV * p.V) * io + chunks * BT * (p.KP * 4 + BT * io)
+    read = sizes["tokens"] * (2 * p.H * p.K + p.HV * p.V) * io + chunks * BT * (p.GP * 4 + BT * io)
     written = chunks * BT * (3 * p.KP + p.VP) * io
     return Cost(bytes=read + written, flops=chunks * BT * BT * (p.K + p.V))
 

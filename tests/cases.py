@@ -45,6 +45,10 @@ SMALL = Problem(
 )
 
 
+# What chunk_kda takes of all that the stages do
+KDA: dict[str, Any] = {"scalar_gate": False, "rank": 1}
+
+
 def draw_problem(rng: random.Random, **fixed: Any) -> Problem:
     """A problem without lengths; fields that are not given are drawn."""
     gate = fixed.get("gate") or rng.choice(GATES)
@@ -64,6 +68,8 @@ def draw_problem(rng: random.Random, **fixed: Any) -> Problem:
         "final_state": rng.random() < 0.8,
         "state_v_first": rng.random() < 0.5,
         "tokens": 0,
+        "scalar_gate": rng.random() < 0.3,
+        "rank": rng.choice((1, 1, 2, 4)),
     }
     return Problem(**{**drawn, **fixed})
 
@@ -114,6 +120,7 @@ class Call:
             beta_mode=p.beta,
             use_l2norm=p.l2norm,
             state_v_first=p.state_v_first,
+            rank=p.rank,
         )
 
     def truth(self, BT: int = 64) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,6 +152,7 @@ class Call:
             "use_l2norm": p.l2norm,
             "state_v_first": p.state_v_first,
             "cu_seqlens": torch.tensor(self.bounds, device=x["q"].device),
+            "rank": p.rank,
         }
         found = recurrent_gradients(arguments, x["do"][None], x["dht"])
         flat = {f"d{name}": found[f"d{name}"][0] for name in SEQUENCES}
@@ -180,19 +188,20 @@ class Call:
 def draw_call(
     problem: Problem, lengths: Sequence[int], seed: int, *, varlen: bool = True, device: str = "cpu", **given: Tensor
 ) -> Call:
-    """Inputs of a problem over sequences of some lengths.
+    """Inputs of a problem over sequences of some lengths, filled up to whole tokens if those have several rows.
 
     Channels differ in their decay, from none to steep. Keys are short enough for the recurrence to stay bounded.
     Values are first rounded to the problem's dtypes, so that every path gets the same numbers.
 
     Args:
         problem: its lengths are replaced.
-        lengths: tokens of each sequence.
+        lengths: rows of each sequence; a token has one unless the problem says otherwise.
         seed: of the draw.
         varlen: the sequences are packed, not a dense batch.
         device: where the tensors live.
         given: tensors to use instead of drawn ones.
     """
+    lengths = [-(-length // problem.rank) * problem.rank for length in lengths]
     bounds = bounds_of(lengths)
     tokens, N = bounds[-1], len(lengths)
     p = replace(problem, tokens=tokens, sequences=N, longest=max(lengths), varlen=varlen)
@@ -204,8 +213,8 @@ def draw_call(
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=rng, dtype=F64)
 
-    slope = 10 ** (3 * uniform(p.HV, p.K) - 2.3)  # 0.005 to 5
-    g = -slope * uniform(tokens, p.HV, p.K) if p.gate == "log" else 2 * normal(tokens, p.HV, p.K) + slope.log()
+    slope = 10 ** (3 * uniform(p.HV, p.G) - 2.3)  # 0.005 to 5
+    g = -slope * uniform(tokens, p.HV, p.G) if p.gate == "log" else 2 * normal(tokens, p.HV, p.G) + slope.log()
     k = normal(tokens, p.H, p.K)
     beta = uniform(tokens, p.HV) if p.beta == "plain" else 2 * normal(tokens, p.HV)
     state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
@@ -216,7 +225,7 @@ def draw_call(
         "g": g,
         "beta": beta,
         "A_log": uniform(p.HV) if p.has_A_log else None,
-        "dt_bias": normal(p.HV, p.K) if p.has_dt_bias else None,
+        "dt_bias": normal(p.HV, p.G) if p.has_dt_bias else None,
         "h0": normal(N, p.HV, *state) if p.initial_state else None,
     }
     x |= given
@@ -242,7 +251,7 @@ def draw_extreme(kind: str, seed: int) -> Call:
         "mixed": torch.where(here, steepest, slow),
         "wild": -wild.abs() if gate == "log" else wild,
     }[limit]
-    fixed = {"H": 1, "HV": 2, "K": 32, "V": 32, "l2norm": True, "initial_state": True, "final_state": True}
+    fixed = {"H": 1, "HV": 2, "K": 32, "V": 32, "l2norm": True, "initial_state": True, "final_state": True, **KDA}
     problem = draw_problem(
         random.Random(0), gate=gate, has_A_log=gate != "log", has_dt_bias=False, beta="sigmoid", **fixed
     )

@@ -34,8 +34,8 @@ COMMON: dict[str, Any] = {
     "final_state": True,
 }
 PROBLEMS = (
-    Problem(H=1, HV=2, K=128, V=128, gate="safe", **COMMON),
-    Problem(H=1, HV=1, K=60, V=100, gate="softplus", state_v_first=True, **COMMON),
+    Problem(H=1, HV=1, K=128, V=128, gate="safe", **COMMON),
+    Problem(H=2, HV=4, K=60, V=100, gate="softplus", state_v_first=True, **COMMON),
 )
 
 

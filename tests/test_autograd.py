@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import (
+    KDA,
     SMALL,
     Call,
     draw_backward,
@@ -115,7 +116,8 @@ def test_batches(seed: int) -> None:
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
 def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
     rng = random.Random(seed)
-    problem = draw_problem(rng, gate=gate, dtype=dtype, g_dtype=rng.choice(("fp32", dtype)), beta=rng.choice(BETAS))
+    g_dtype = rng.choice(("fp32", dtype))
+    problem = draw_problem(rng, gate=gate, dtype=dtype, g_dtype=g_dtype, beta=rng.choice(BETAS), **KDA)
     assert_right(draw_call(problem, draw_lengths(rng), seed))
 
 

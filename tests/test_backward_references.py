@@ -60,7 +60,7 @@ def assert_declared(call: Call, BT: int, stage: Stage, inputs: dict[str, Any]) -
         if spec.dims[:3] == ("NT", "HV", "BT"):
             assert not tensor[past].any(), f"{stage.name} fills {name} past the end"
         for axis, dim in enumerate(spec.dims):
-            if dim in ("KP", "VP"):
+            if dim in ("KP", "VP", "GP"):
                 padding = tensor.movedim(axis, 0)[getattr(p, dim[0]) :]
                 assert not padding.any(), f"{stage.name} fills the padding of {name}"
 

@@ -256,11 +256,18 @@ def test_pinned_plan_is_checked() -> None:
     "slug", ("cpu", "nvidia_a100_sxm4_80gb", "nvidia_l4", "nvidia_geforce_rtx_5090", "nvidia_h200")
 )
 def test_default_plan_runs_everywhere(slug: str) -> None:
-    """Whatever the device, what is served when nothing is tuned is not rejected by its own stages."""
+    """Whatever the device, what is served when nothing is tuned is not rejected by its own stages.
+
+    But fp32 with long keys where shared memory is short: its products take twice the room.
+    """
     device = known_device(slug)
     failures = []
     for K, V, dtype in itertools.product((32, 60, 64, 100, 128, 256), (32, 100, 128, 256), DTYPES):
         problem = Problem(H=2, HV=4, K=K, V=V, tokens=100, dtype=dtype)
+        if device.kind == "cuda" and device.smem_bytes < 128 << 10 and (dtype, K) == ("fp32", 256):
+            with pytest.raises(InputError, match=f"does not fit {slug}: .* shared"):
+                resolve(problem, device, [])
+            continue
         choice = resolve(problem, device, [])
         assert choice.step == "default" and choice.plan is not None
         try:

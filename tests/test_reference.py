@@ -153,6 +153,37 @@ def test_fused_activations_equal_activating_first(seed: int, gate: str) -> None:
 
 
 @seeded
+@gates
+def test_one_gate_a_head_is_that_gate_in_every_channel(seed: int, gate: str) -> None:
+    K = 5
+    inputs, one = draw(seed, K=K), draw_gate(seed, gate, K=1)
+    g = inputs["g"][..., :1]
+    every = {**one, "dt_bias": one["dt_bias"].repeat_interleave(K)} if "dt_bias" in one else one
+    expected = recurrent_kda(**{**inputs, "g": g.expand(*g.shape[:-1], K)}, **every)
+    for actual, wide in zip(recurrent_kda(**{**inputs, "g": g}, **one), expected, strict=True):
+        assert_close(actual, wide)
+
+
+@seeded
+@pytest.mark.parametrize("rank", (1, 2, 4))
+def test_rows_of_a_token_correct_one_state_at_once(seed: int, rank: int) -> None:
+    inputs = draw(seed, T=3 * rank, H=2, HV=2)
+    read = inputs["g"].clone()
+    inputs["g"].unflatten(1, (-1, rank))[:, :, 1:] = torch.nan  # a token's decay stands in its first row
+    o, final_state = recurrent_kda(**inputs, rank=rank, scale=1.0)
+    S = inputs["initial_state"]
+    for t in range(3):
+        rows = slice(t * rank, (t + 1) * rank)
+        q, k, v, beta = (inputs[name][:, rows].transpose(1, 2) for name in ("q", "k", "v", "beta"))
+        D = read[:, t * rank, :, :, None].exp() * S
+        correction = beta[..., None] * (v - k @ D)
+        for m in range(rank):
+            S = D + k[:, :, : m + 1].mT @ correction[:, :, : m + 1]
+            assert_close(o[:, t * rank + m], (q[:, :, m : m + 1] @ S)[:, :, 0])
+    assert_close(final_state, S)
+
+
+@seeded
 def test_grouped_heads_equal_repeated_queries_and_keys(seed: int) -> None:
     inputs = draw(seed, H=2, HV=6)
     repeated = {**inputs, **{name: inputs[name].repeat_interleave(3, dim=2) for name in ("q", "k")}}
@@ -253,7 +284,7 @@ def test_inputs_are_left_alone() -> None:
         ({"k": torch.ones(1, 9, 4, 5)}, "k must have"),
         ({"v": torch.ones(1, 9, 3, 3)}, "multiple of H"),
         ({"v": torch.ones(1, 1, 4, 3)}, "v must have"),
-        ({"g": torch.ones(1, 9, 4, 1)}, "g must have"),
+        ({"g": torch.ones(1, 9, 4, 2)}, "g must have"),
         ({"beta": torch.ones(1, 9, 2)}, "beta must have"),
         ({"initial_state": torch.ones(1, 4, 3, 5)}, "initial_state must have"),
         ({"gate": "sofplus"}, "gate must be one of"),
@@ -268,6 +299,7 @@ def test_inputs_are_left_alone() -> None:
         ({"cu_seqlens": torch.tensor([0.0, 9.0])}, "integer"),
         ({"cu_seqlens": torch.tensor([0])}, "at least 2"),
         ({"cu_seqlens": torch.tensor([0, 4, 9])}, "initial_state must have"),
+        ({"rank": 2}, "cannot be tokens of 2 rows"),
     ),
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:

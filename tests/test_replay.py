@@ -101,7 +101,7 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
     """Whatever the sizes and the tensors that are absent: intermediates never land on one that is still needed."""
     rng = random.Random(seed)
     for n in range(8):
-        problem, lengths = draw_problem(rng), draw_lengths(rng)
+        problem, lengths = draw_problem(rng, rank=1), draw_lengths(rng)
         BT = rng.choice((16, 32, 64))
         calls = [draw_call(problem, lengths, seed + 2 * n + i) for i in range(2)]
         if pipeline.direction == "bwd":
@@ -223,7 +223,7 @@ def test_a_refused_launch_says_why(seed: int) -> None:
     assert take_error() == "no reason given"
 
     pipeline = PIPELINES["staged"]
-    call = draw_call(draw_problem(random.Random(seed)), (70,), seed)
+    call = draw_call(draw_problem(random.Random(seed), rank=1), (70,), seed)
     layout = make_layout(call.bounds, 64, WHERE)
     sizes = {"tokens": 70, "NT": layout.NT, "N": layout.N}
     kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}

@@ -37,6 +37,8 @@ def make_case(device: Device = DEVICES["nvidia_h200"], BT: int = 64, BC: int = 1
 def grid(device: Device) -> Iterator[Case]:
     for BT, BC, K, V, dtype in itertools.product(BT_CHOICES, BC_CHOICES, DIMS, DIMS, DTYPES):
         yield make_case(device, BT, BC, K=K, V=V, dtype=dtype)
+        if K == V:
+            yield make_case(device, BT, BC, K=K, V=V, dtype=dtype, scalar_gate=True, rank=2)
 
 
 # Config
@@ -219,9 +221,11 @@ def test_cost_is_a_floor_that_grows_with_the_work(stage: Stage) -> None:
 
 
 @stages
-def test_cost_counts_every_tensor(stage: Stage) -> None:
+@pytest.mark.parametrize("scalar_gate", (False, True))
+def test_cost_counts_every_tensor(stage: Stage, scalar_gate: bool) -> None:
     """What the specs say must move, but for the cumsum, of which the recurrences read one row a chunk."""
-    case = make_case(gate="softplus", has_A_log=True, has_dt_bias=True, l2norm=True, beta="sigmoid")
+    gated = {"gate": "softplus", "has_A_log": True, "has_dt_bias": True, "scalar_gate": scalar_gate}
+    case = make_case(**gated, l2norm=True, beta="sigmoid")
     sizes = {"tokens": 64 * 9, "NT": 9, "N": 1}
     width = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4}
     all_sizes = {**static_sizes(case), **sizes}
@@ -242,6 +246,18 @@ def test_every_tolerance_is_given(stage: Stage) -> None:
 
 
 # Case and Plan
+
+
+def test_gate_width_and_rank_are_part_of_the_problem() -> None:
+    kda, scalar, ranked = (make_case(**given).problem for given in ({}, {"scalar_gate": True}, {"rank": 4}))
+    assert (kda.G, kda.GP, scalar.G, scalar.GP) == (128, 128, 1, 1)
+    assert kda.key == "chunk_kda-fwd-H2-HV4-K128-V128-bf16-log-n1-tokens100"
+    assert [p.key for p in (scalar, ranked)] == [kda.key.replace("-n1", f"-{name}-n1") for name in ("scalar", "r4")]
+    assert len({p.without_lengths() for p in (kda, scalar, ranked)}) == 3
+    with pytest.raises(InputError, match="rank must be one of 1, 2, 4, got 3"):
+        make_case(rank=3)
+    with pytest.raises(InputError, match="101 rows cannot be tokens of 2 rows"):
+        make_case(rank=2, tokens=101)
 
 
 @pytest.mark.parametrize(("BT", "BC"), ((48, 16), (64, 32), (128, 16), (16, 64), (0, 16), (64, 0), (8, 8)))
