@@ -15,7 +15,6 @@ from kda_tl.cli._console import ExitCode, Terminal, format_error, format_ratio, 
 from kda_tl.db import reload, use
 from kda_tl.device import Device
 from kda_tl.dispatch import choose
-from kda_tl.errors import UnsupportedError
 from kda_tl.measure import ratio_ci, summarise, time_interleaved
 from kda_tl.progress import StageResult, TuneReport, WorkloadReport
 from kda_tl.stage import Plan
@@ -48,10 +47,7 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
         for found in report.workloads:
             if found.entry is not None:
                 terminal.note(f"Calling chunk_kda for {found.workload.name} with the plan that was stored.")
-                try:
-                    served[found.workload.name] = serve(found.workload, found.default, report.device)
-                except UnsupportedError as error:  # the plan is right all the same: it was checked before it was stored
-                    terminal.note(f"The call is refused: {error}")
+                served[found.workload.name] = serve(found.workload, found.default, report.device)
     values = {
         "gpu": report.device.slug,
         "journals": [str(path) for path in report.journals],
@@ -67,9 +63,6 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     """Calls the operator as a user would: once checked against the recurrence, then timed against the default.
 
     For a backward the forward is called too, and the backward alone is timed.
-
-    Raises:
-        UnsupportedError: the operator refuses the pass on this device.
     """
     where = torch_device(device)
     choice = choose(workload.problem(), device)

@@ -66,22 +66,22 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         peers=args.peers,
         stages=not args.calls_only,
     )
-    results = []
+    environment, results = _environment(device), []
     if not terminal.json:
         terminal.print(_describe(ceilings))
     with open_database(args.db):
         for workload in workloads:
             terminal.note(f"Timing {workload.name}.")
-            result = bench_workload(workload, device, ceilings, settings)
-            results.append(result)
+            results.append(bench_workload(workload, device, ceilings, settings))
+            values = {"environment": environment, "ceilings": ceilings, "workloads": [asdict(r) for r in results]}
+            if file:  # after each: the next may take minutes, and be stopped
+                file.write_text(to_json(values), encoding="utf-8")
             if not terminal.json:
-                for table in _tables(result, device.kind == "cpu"):
+                for table in _tables(results[-1], device.kind == "cpu"):
                     terminal.print(table)
-    values = {"environment": _environment(device), "ceilings": ceilings, "workloads": [asdict(r) for r in results]}
     if terminal.json:
         terminal.show(values)
     elif file:
-        file.write_text(to_json(values), encoding="utf-8")
         terminal.note(f"Wrote {file}")
     return ExitCode.OK
 

@@ -11,7 +11,7 @@ from kda_tl import templates
 from kda_tl.cli._console import ExitCode, Terminal, format_error, make_table, one_line
 from kda_tl.cli._target import add_gpu_argument, find_here, find_known
 from kda_tl.device import Device
-from kda_tl.errors import KdaTlError, UnsupportedError
+from kda_tl.errors import KdaTlError
 
 if TYPE_CHECKING:
     from kda_tl.db import Database, Entry
@@ -213,9 +213,6 @@ def _check_subject(subject: Subject, device: Device, terminal: Terminal) -> Iter
         inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
         try:
             errors = _call.measure_errors(change.get(variant.name, dict)(inputs), subject.plan, w.direction)
-        except UnsupportedError as error:  # what the operator refuses, no user meets
-            yield replace(finding, passed=True, detail=f"not run: {one_line(error)}")
-            continue
         except Exception as error:  # whatever breaks, the others are still to be checked
             yield replace(finding, detail=f"{type(error).__name__}: {one_line(error)}")
             continue

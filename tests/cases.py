@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -166,11 +167,33 @@ class Call:
         softplus_over_slope = torch.where(x < -30, 1.0, torch.logaddexp(x, torch.zeros_like(x)) / x.sigmoid())
         return softplus_over_slope * dg
 
-    def gradient_errors(self, found: Mapping[str, Tensor | None]) -> dict[str, float]:
+    def beta_terms(self) -> Tensor:
+        """What each value channel adds to dbeta: [tokens, HV, V].
+
+        The columns of a state never meet, so a head of V value channels is V heads of one, each with a beta of its own.
+        """
+        p, x = self.problem, dict(self.x)
+        for name in ("g", "beta"):
+            x[name] = x[name].repeat_interleave(p.V, dim=1)
+        for name in ("A_log", "dt_bias"):
+            x[name] = None if x[name] is None else x[name].repeat_interleave(p.V, dim=0)
+        for name in ("v", "do"):
+            x[name] = x[name].flatten(1)[..., None]
+        for name in ("h0", "dht"):
+            if x[name] is not None:
+                x[name] = (x[name] if p.state_v_first else x[name].mT).flatten(1, 2)[..., None, :]
+                x[name] = x[name] if p.state_v_first else x[name].mT
+        split = Call(replace(p, HV=p.HV * p.V, V=1), self.bounds, x).gradients()["dbeta"]
+        assert split is not None
+        return split.unflatten(1, (p.HV, p.V))
+
+    def gradient_errors(self, found: Mapping[str, Tensor | None], tolerance: float) -> dict[str, float]:
         """Relative error of each gradient, by the name of its tensor; those the problem lacks must be None.
 
-        dA_log sums terms of either sign, a head's into one number: where they cancel, its error is relative to the
-        norm of the terms, because the sum's own size then says nothing about how exact they are.
+        The gradients of beta and A_log are sums of terms of either sign, a token's and a head's into one number. Where
+        they cancel, the size of the sum says nothing of how exact it can be, so an error above the tolerance is judged
+        relative to the terms: of dbeta their norm; of dA_log, whose terms hold dg, a running sum with errors of one
+        sign along the tokens, the norm of each channel's absolute sum.
         """
         truth, errors = self.gradients(), {}
         for name, grad in found.items():
@@ -179,9 +202,12 @@ class Call:
             if grad is None or expected is None:
                 continue
             errors[name] = relative_error(grad.flatten(), expected.flatten())
-            if name == "A_log" and truth["dg"] is not None:
-                size, terms = float(expected.norm()), float(self.slope_terms(truth["dg"]).norm())
-                errors[name] *= (size or 1.0) / (max(size, terms) or 1.0)
+            if name in ("beta", "A_log") and tolerance <= errors[name] < inf:
+                dg = truth["dg"]
+                assert dg is not None
+                terms = self.beta_terms() if name == "beta" else self.slope_terms(dg).abs().sum(0)
+                size = float(expected.norm())
+                errors[name] *= (size or 1.0) / (max(size, float(terms.norm())) or 1.0)
         return errors
 
 

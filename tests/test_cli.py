@@ -30,7 +30,6 @@ from kda_tl.cli._peers import find_peers
 from kda_tl.cli._progress import TuneProgress
 from kda_tl.device import Device, cpu_device
 from kda_tl.dispatch import default_plan, numerics_class
-from kda_tl.errors import UnsupportedError
 from kda_tl.gpus import known_device
 from kda_tl.journal import Outcome
 from kda_tl.progress import (
@@ -418,22 +417,6 @@ def test_tune_ends_by_calling_the_backward(
     assert served["step"] == "exact bucket" and served["error"] < 1e-4
     _, out, _ = run("show", "--db", own_database)
     assert "cpu  chunk_kda bwd" in out and "staged_backward 32/16" in out
-
-
-def test_tune_keeps_a_plan_whose_call_is_refused(
-    run: Run, tuner: Any, own_database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As gradients are on a GPU."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UnsupportedError("no gradients here.")
-
-    entry = make_entry(SMALL_BACKWARD, CPU)
-    path = store(own_database, CPU, entry, direction="bwd")
-    tuner(lambda directory: [make_report(SMALL_BACKWARD, entry=entry, path=path)])
-    monkeypatch.setattr("kda_tl.cli._tuned.measure_errors", refuse)
-    code, out, err = run("tune", "--gpu", "cpu", "--workload", SMALL_BACKWARD.name, "--db", own_database)
-    assert code == 0 and "The call is refused: no gradients here." in err and str(path) in out
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,11 @@ def gradients_of(name: str, call: Call, batch: int = 1, **changes: Any) -> dict[
 
 def assert_right(name: str, call: Call, batch: int = 1, judged: tuple[str, ...] = TENSORS) -> None:
     found = gradients_of(name, call, batch)
-    errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS})
+    tolerance = GRADIENT_TOLERANCE[call.problem.dtype]
+    errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS}, tolerance)
     wrong = {tensor: error for tensor, error in errors.items() if tensor in judged}
     where = f"{errors} {call.problem.key} bounds={call.bounds}"
-    assert max(wrong.values()) < GRADIENT_TOLERANCE[call.problem.dtype], where
+    assert max(wrong.values()) < tolerance, where
     assert all(grad.isfinite().all() for grad in found.values()), where
 
 

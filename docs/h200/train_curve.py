@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS, BATCH, TOKENS, WORD, VOCABULARY = 200, 16, 512, 64, 64
+STEPS, BATCH, TOKENS, VOCABULARY = 200, 16, 512, 64
+BACK = 16  # tokens between a token and its copy
 MODEL = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -69,13 +70,12 @@ def train(run: str) -> list[float]:
             for weight in model.parameters():
                 weight.mul_(1 + 2**-12 * torch.randn_like(weight))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    batches = torch.Generator(device="cuda").manual_seed(1)
+    batches = draw_batches()
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-        words = torch.randint(VOCABULARY, (BATCH, WORD), generator=batches, device="cuda")
-        tokens = words.repeat(1, TOKENS // WORD)
+        tokens = batches[step]
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -88,6 +88,20 @@ def train(run: str) -> list[float]:
     if served.calls != expected:
         raise SystemExit(f"{run}: kda_tl served {served.calls} calls, expected {expected}")
     return torch.stack(losses).tolist()
+
+
+def draw_batches() -> Any:
+    """Tokens of all steps: [STEPS, BATCH, TOKENS]."""
+    import torch
+
+    rng = torch.Generator(device="cuda").manual_seed(1)
+    successor = torch.randperm(VOCABULARY, generator=rng, device="cuda")
+    tokens = torch.randint(VOCABULARY, (STEPS, BATCH, TOKENS), generator=rng, device="cuda")
+    kind = torch.rand(tokens.shape, generator=rng, device="cuda")
+    for t in range(BACK, TOKENS):
+        follows = torch.where(kind[..., t] < 0.8, tokens[..., t - BACK], tokens[..., t])
+        tokens[..., t] = torch.where(kind[..., t] < 0.5, successor[tokens[..., t - 1]], follows)
+    return tokens
 
 
 def count_calls(module: Any) -> Any:
