@@ -3,7 +3,8 @@
     FLA_TILELANG=0 python train_curve.py train train_curve.json    # needs a GPU, FLA 0.6 and transformers
     python train_curve.py plot train_curve.json train_curve.png    # needs matplotlib
 
-The data is made on the spot: sequences that repeat a random word of 64 tokens, so that the model learns to look back.
+The data is made on the spot: half of the tokens follow from the one before, by a permutation; three in ten repeat the
+one 16 before; the others are random, so that the model first learns pairs, then to look back.
 Four runs from the same weights on the same batches: FLA twice, FLA from weights that differ by 2^-12 of their size (how
 far apart rounding alone drives two runs), and FLA's model with ``kda_tl.fla.register()``.
 """
