@@ -91,7 +91,8 @@ def make_step(operator: Callable[[Inputs], Any], inputs: Inputs) -> Launch:
         with torch.enable_grad():
             return tuple(x for x in operator({**inputs, **leaves})[:2] if x is not None)
 
-    gradients = tuple(x for x in draw_gradients(*run_forward()) if x is not None)
+    o, *ht = run_forward()
+    gradients = tuple(x for x in draw_gradients(o, ht[0] if ht else None) if x is not None)
 
     def run_step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(run_forward(), list(leaves.values()), gradients)

@@ -11,8 +11,8 @@ import torch
 from kda_tl.errors import UnsupportedError
 from kda_tl.workloads import Workload
 
-# takes the arguments of chunk_kda by name, returns o and the final state
-Operator = Callable[[Mapping[str, Any]], tuple[torch.Tensor, torch.Tensor | None]]
+# takes the arguments of chunk_kda by name, returns o, the final state or None, and what else there is
+Operator = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 MODULES = {"fla": "fla.ops.kda", "cudnn": "cudnn.linear_attention"}
 
 
