@@ -28,10 +28,11 @@ STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
 PLAN_CHECK_TOKENS = 320
 # Roundings of a chain of stages add in quadrature: at their limits, 1.2e-2 in bf16 for intra, wy, state and output, and
 # 1.7e-2 for the eight stages from a gradient to dg. A right forward stays under half of that (4.5e-3 with slow gates on
-# an H200). The backward may take most of it: dg and dA_log are differences of larger terms. fp32 is tf32 on a GPU.
+# an H200). The backward may take most of it: dg and dA_log are differences of larger terms.
+# fp32 on a GPU: four stages of at most 1e-4 each make 2e-4; of the backward GPU tests ask the same (H200: under it).
 _TOLERANCE = {
-    "fwd": {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-3},
-    "bwd": {"bf16": 1.5e-2, "fp16": 5e-3, "fp32": 5e-3},
+    "fwd": {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4},
+    "bwd": {"bf16": 1.5e-2, "fp16": 5e-3, "fp32": 2e-4},
 }
 # No matrix unit rounds its operands there. Backward: eleven stages of 2e-5 at most; what they lose in dA_log adds up.
 _TOLERANCE_FP32_ON_CPU = {"fwd": 1e-5, "bwd": 2e-4}
