@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from cases import draw_backward, draw_call, run_references, sizes_of
+from cases import SMALL, draw_backward, draw_call, run_references, sizes_of
 
 from kda_tl.device import cuda_device
 from kda_tl.dispatch import default_plan
@@ -24,19 +25,8 @@ from kda_tl.stage import Case, Config, Stage
 from kda_tl.templates.pipelines import PIPELINES
 
 LENGTHS = (1, 0, 130, 64)
-COMMON: dict[str, Any] = {
-    "tokens": 0,
-    "has_A_log": True,
-    "has_dt_bias": True,
-    "l2norm": True,
-    "beta": "sigmoid",
-    "initial_state": True,
-    "final_state": True,
-}
-PROBLEMS = (
-    Problem(H=1, HV=1, K=128, V=128, gate="safe", **COMMON),
-    Problem(H=2, HV=4, K=60, V=100, gate="softplus", state_v_first=True, **COMMON),
-)
+BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
+PROBLEMS = (BF16, replace(BF16, H=2, HV=4, K=60, V=100, gate="softplus", state_v_first=True))
 
 
 class Launch(NamedTuple):
