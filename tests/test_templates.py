@@ -142,6 +142,8 @@ def test_cpu_kernels_equal_references(stage: Stage, kind: str, seed: int) -> Non
         "ranked": {"rank": rng.choice((2, 4)), "gate": "safe"},
     }
     problem = draw_problem(rng, **others.get(kind, {"gate": kind, **KDA}))
+    if problem.rank > 1:  # of a single token without a state before it dg is 0: a sum of roundings alone
+        problem = replace(problem, initial_state=True)
     pipeline = next(p for p in PIPELINES.values() if stage.name in [s.name for s in p.stages])
     call = draw_call(problem, draw_lengths(rng), seed)
     if pipeline.direction == "bwd":
