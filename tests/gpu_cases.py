@@ -24,6 +24,7 @@ from kda_tl.dispatch import default_plan, numerics_class, parse_plan
 from kda_tl.isolate import WorkerFailure, map_pool
 from kda_tl.problem import Problem
 from kda_tl.stage import Case, Config, Plan
+from kda_tl.templates.pipelines import PIPELINES, Pipeline
 
 # bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest
 TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 2e-4}
@@ -92,12 +93,22 @@ def jobs_of(problem: Problem, plan: Plan) -> list[Job]:
     return [(name, case_of(problem, plan), config) for name, config in plan.stages]
 
 
+def pipeline_of(stage_name: str) -> Pipeline:
+    """The first that has the stage."""
+    return next(p for p in PIPELINES.values() if stage_name in [s.name for s in p.stages])
+
+
+def stage_case(stage_name: str, name: str) -> Case:
+    """What a stage is built for: its pass has chunks of its own where the other's do not fit the device."""
+    BT, problem = SPECIALISED[name]
+    problem = replace(problem, direction=pipeline_of(stage_name).direction)
+    return case_of(problem, plan_of(problem, BT))
+
+
 @cache
 def other_configs(stage_name: str, name: str) -> tuple[Config, ...]:
     """Two configs beside the default, of the seed that the run's first lines tell."""
-    BT, problem = SPECIALISED[name]
-    plan = plan_of(problem, BT)
-    stage, case = templates.load(stage_name), case_of(problem, plan)
+    stage, case = templates.load(stage_name), stage_case(stage_name, name)
     others = [config for config in stage.candidates(case) if config != stage.default(case)]
     rng = random.Random(f"{os.environ['KDA_TL_TEST_SEED']}/{stage_name}/{name}")
     return tuple(rng.sample(others, min(2, len(others))))
@@ -161,9 +172,8 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
     for name in OTHERS:
-        case = case_of(SPECIALISED[name][1], plan_of(SPECIALISED[name][1], SPECIALISED[name][0]))
         for stage_name in templates.names():
-            wanted += [(stage_name, case, c) for c in other_configs(stage_name, name)]
+            wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
     for plan in equal_plans():
         wanted += jobs_of(MAIN, plan)
     for _, problem, plan in shipped():

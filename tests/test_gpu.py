@@ -35,16 +35,17 @@ from gpu_cases import (
     TOLERANCE,
     WIDE,
     assert_same_bits,
-    case_of,
     compile_all,
     device,
     draw,
     equal_plans,
     other_configs,
     outputs,
+    pipeline_of,
     plan_of,
     shipped,
     specialised,
+    stage_case,
 )
 
 import kda_tl
@@ -55,7 +56,6 @@ from kda_tl.errors import InputError
 from kda_tl.kernel import compile_stage
 from kda_tl.reference import relative_error
 from kda_tl.stage import Config, Stage
-from kda_tl.templates.pipelines import PIPELINES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 
@@ -153,20 +153,17 @@ def test_nan_in_the_gate_propagates(name: str, seed: int) -> None:
 
 
 def check_stage(stage: Stage, name: str, config: Config, seed: int) -> None:
-    BT, problem = SPECIALISED[name]
-    call = draw(name, PACKED, seed, varlen=True)
-    plan = plan_of(problem, BT)
-    case = replace(case_of(problem, plan), problem=call.problem)
-    pipeline = next(p for p in PIPELINES.values() if stage.name in [s.name for s in p.stages])
+    call, pipeline = draw(name, PACKED, seed, varlen=True), pipeline_of(stage.name)
     if pipeline.direction == "bwd":
         call = draw_backward(call, seed)
-    _, records = run_references(pipeline, case, call.tensors(BT))
+    case = replace(stage_case(stage.name, name), problem=call.problem)
+    _, records = run_references(pipeline, case, call.tensors(case.BT))
     inputs = next((inputs for recorded, inputs in records if recorded.name == stage.name), None)
     if inputs is None:
-        assert stage.name == "bwd_reduce" and problem.gate == "log", "only this stage may be left out"
+        assert stage.name == "bwd_reduce" and call.problem.gate == "log", "only this stage may be left out"
         return
-    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, BT))
-    assert max(errors.values()) < stage.tolerance[problem.dtype], f"{errors} {config}"
+    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, case.BT))
+    assert max(errors.values()) < stage.tolerance[call.problem.dtype], f"{errors} {config}"
 
 
 stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
@@ -175,8 +172,7 @@ stages = pytest.mark.parametrize("stage", [templates.load(name) for name in temp
 @stages
 @specialised
 def test_kernel_equals_reference(stage: Stage, name: str, seed: int) -> None:
-    BT, problem = SPECIALISED[name]
-    check_stage(stage, name, stage.default(case_of(problem, plan_of(problem, BT))), seed)
+    check_stage(stage, name, stage.default(stage_case(stage.name, name)), seed)
 
 
 @stages
