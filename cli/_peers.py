@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -14,6 +17,12 @@ from kda_tl.workloads import Workload
 # takes the arguments of chunk_kda by name, returns o, the final state or None, and what else there is
 Operator = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 MODULES = {"fla": "fla.ops.kda", "cudnn": "cudnn.linear_attention"}
+# name of a version: module, package; Triton compiles FLA's kernels
+VERSIONS = {
+    "fla": ("fla", "flash-linear-attention"),
+    "cudnn_frontend": ("cudnn", "nvidia-cudnn-frontend"),
+    "triton": ("triton", "triton"),
+}
 
 
 def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Operator], dict[str, str]]:
@@ -30,6 +39,16 @@ def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Opera
         except Exception as error:  # a broken installation raises whatever it likes while it is imported
             left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return operators, left_out
+
+
+def find_versions() -> dict[str, str]:
+    """The versions of the peers, and of what compiles them: of what is imported, else of what is installed."""
+    versions = {}
+    for name, (module, package) in VERSIONS.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):  # absent, or a checkout that nobody has imported
+            loaded = getattr(sys.modules.get(module), "__version__", None)
+            versions[name] = str(loaded or metadata.version(package))
+    return versions
 
 
 def _make_fla(module: Any, workload: Workload, where: torch.device) -> Operator:

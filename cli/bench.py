@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from kda_tl.errors import InputError
 
 if TYPE_CHECKING:
     from kda_tl.cli._floor import Ceilings, Row
+    from kda_tl.cli._report import Report
     from kda_tl.cli._timing import CallRow, Result
 
 
@@ -44,20 +45,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", nargs="?", const=True, metavar="FILE", help="everything as JSON, on stdout or into a file"
     )
+    parser.add_argument("--chart", metavar="FILE", help="draw the times of whole calls into a .svg or .png file")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="measure nothing: show and draw what --json FILE wrote"
+    )
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Measures one workload after the other."""
+    """Measures one workload after the other, or shows again what was measured."""
+    report = _measure(args, terminal) if args.source is None else _read_again(args, terminal)
+    if terminal.json:
+        terminal.show(report)
+    elif args.json:
+        terminal.note(f"Wrote {args.json}")
+    if args.chart:
+        from kda_tl.cli._chart import draw_chart
+
+        draw_chart(report, Path(args.chart))
+        terminal.note(f"Wrote {args.chart}")
+    return ExitCode.OK
+
+
+def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
+    """Everything that can be refused is refused before the first measurement."""
     device = find_here(args.gpu, args)
     if (args.reps or 1) < 1 or args.rounds < 1:
         raise InputError("--reps and --rounds must be at least 1.")
     from kda_tl.cli._floor import measure_ceilings
+    from kda_tl.cli._peers import find_versions
+    from kda_tl.cli._report import Report
     from kda_tl.cli._timing import Settings, bench_workload
     from kda_tl.cli.explain import open_database
     from kda_tl.workloads import select
 
     workloads = select(args.workload or ["cpu" if device.kind == "cpu" else "bench"])
-    file = _open_file(args.json)
+    file = _check_files(args)
     terminal.note(f"Measuring what {device.slug} ({device.arch}) can move and compute.")
     ceilings = measure_ceilings(device)
     settings = Settings(
@@ -66,37 +88,56 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         peers=args.peers,
         stages=not args.calls_only,
     )
-    environment, results = _environment(device), []
-    if not terminal.json:
-        terminal.print(_describe(ceilings))
+    report = Report(environment=_environment(device), ceilings=ceilings, workloads=())
+    _print(terminal, _describe(ceilings))
     with open_database(args.db):
         for workload in workloads:
             terminal.note(f"Timing {workload.name}.")
-            results.append(bench_workload(workload, device, ceilings, settings))
-            values = {"environment": environment, "ceilings": ceilings, "workloads": [asdict(r) for r in results]}
+            result = bench_workload(workload, device, ceilings, settings)
+            known = {**report.environment, **find_versions()}  # now: a checkout has a version once it is imported
+            report = replace(report, environment=known, workloads=(*report.workloads, result))
             if file:  # after each: the next may take minutes, and be stopped
-                file.write_text(to_json(values), encoding="utf-8")
-            if not terminal.json:
-                for table in _tables(results[-1], device.kind == "cpu"):
-                    terminal.print(table)
-    if terminal.json:
-        terminal.show(values)
-    elif file:
-        terminal.note(f"Wrote {file}")
-    return ExitCode.OK
+                file.write_text(to_json(report), encoding="utf-8")
+            _print(terminal, *_tables(result, device.kind == "cpu"))
+    return report
 
 
-def _open_file(given: object) -> Path | None:
-    """The file to write, tried now: better told before the measuring than after."""
-    if not isinstance(given, str):
-        return None
-    try:
-        Path(given).open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise InputError(
-            f"cannot write {given} ({error.strerror or error}): pass --json a file you may write."
-        ) from error
-    return Path(given)
+def _read_again(args: argparse.Namespace, terminal: Terminal) -> Report:
+    """What ``--json FILE`` wrote, its tables printed."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    shown = ("source", "chart", "json")
+    given = [name for name, value in vars(parser.parse_args([])).items() if getattr(args, name) != value]
+    if over := [f"--{name.replace('_', '-')}" for name in given if name not in shown]:
+        raise InputError(f"--from measures nothing, so {', '.join(over)} cannot apply: leave it out, or --from.")
+    from kda_tl.cli._report import read_report
+
+    report = read_report(args.source)
+    file = _check_files(args)
+    _print(terminal, _describe(report.ceilings))
+    for result in report.workloads:
+        _print(terminal, *_tables(result, report.environment["kind"] == "cpu"))
+    if file:
+        file.write_text(to_json(report), encoding="utf-8")
+    return report
+
+
+def _check_files(args: argparse.Namespace) -> Path | None:
+    """Tries what will be written; the file for the JSON, if it was given."""
+    from kda_tl.cli._report import check_file
+
+    if args.chart is not None:
+        from kda_tl.cli._chart import check_chart
+
+        check_chart(args.chart)
+    return check_file("--json", args.json) if isinstance(args.json, str) else None
+
+
+def _print(terminal: Terminal, *tables: Any) -> None:
+    """For people; where stdout is one JSON value, nothing."""
+    if not terminal.json:
+        for table in tables:
+            terminal.print(table)
 
 
 def _environment(device: Any) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Workload:
         decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
         lengths: tokens of each packed sequence; empty for a dense batch.
         direction: "fwd", or "bwd" for the gradients of the same call.
-        tags: groups it belongs to: "tune", "bench", "cpu"; "train" and "train-cpu" for the backward.
+        tags: groups it belongs to: "tune", "bench", "cpu"; "forward" and "small" to compare with other
+            implementations; "train" and "train-cpu" for the backward.
 
     Raises:
         InputError: a field is outside its range.
@@ -188,31 +189,43 @@ def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> t
 
 
 _PACKED = (1300, 547, 2048, 963, 271, 3063)
+_EVEN = (1024,) * 8
 
 WORKLOADS: tuple[Workload, ...] = (
+    Workload(name="safe-T512-H32", T=512, H=32, tags=("small",)),
     Workload(name="safe-T1024-H8", T=1024, H=8, tags=("tune",)),
-    Workload(name="safe-T1024-H32", T=1024, H=32, tags=("tune",)),
+    Workload(name="safe-T1024-H32", T=1024, H=32, tags=("tune", "small")),
     Workload(name="safe-T1024-H64", T=1024, H=64, tags=("tune",)),
     Workload(name="safe-T1024-H96", T=1024, H=96, tags=("tune",)),
     Workload(name="safe-T8192-H8", T=8192, H=8, tags=("tune",)),
-    Workload(name="safe-T8192-H32", T=8192, H=32, tags=("tune", "bench")),
-    Workload(name="safe-T8192-H64", T=8192, H=64, tags=("tune", "bench")),
-    Workload(name="safe-T8192-H96", T=8192, H=96, tags=("tune", "bench")),
-    Workload(name="safe-T32768-H8", T=32768, H=8, tags=("tune",)),
-    Workload(name="safe-packed-H64", lengths=_PACKED, H=64, tags=("tune",)),
-    Workload(name="slow-T8192-H32", T=8192, H=32, decay="slow", tags=("bench",)),
-    Workload(name="slow-T8192-H64", T=8192, H=64, decay="slow", tags=("bench",)),
-    Workload(name="slow-T8192-H96", T=8192, H=96, decay="slow", tags=("bench",)),
+    Workload(name="safe-T8192-H32", T=8192, H=32, tags=("tune", "bench", "forward")),
+    Workload(name="safe-T8192-H64", T=8192, H=64, tags=("tune", "bench", "forward")),
+    Workload(name="safe-T8192-H96", T=8192, H=96, tags=("tune", "bench", "forward")),
+    Workload(name="safe-T32768-H8", T=32768, H=8, tags=("tune", "forward")),
+    Workload(name="safe-packed-H64", lengths=_PACKED, H=64, tags=("tune", "forward")),
+    Workload(name="safe-B8-T1024-H96", B=8, T=1024, H=96, tags=("forward",)),
+    Workload(name="safe-packed-8x1024-H96", lengths=_EVEN, H=96, tags=("forward",)),
+    Workload(name="slow-T8192-H32", T=8192, H=32, decay="slow", tags=("bench", "forward")),
+    Workload(name="slow-T8192-H64", T=8192, H=64, decay="slow", tags=("bench", "forward")),
+    Workload(name="slow-T8192-H96", T=8192, H=96, decay="slow", tags=("bench", "forward")),
+    Workload(name="slow-T32768-H8", T=32768, H=8, decay="slow", tags=("forward",)),
+    Workload(name="slow-packed-H64", lengths=_PACKED, H=64, decay="slow", tags=("forward",)),
+    Workload(name="slow-B8-T1024-H96", B=8, T=1024, H=96, decay="slow", tags=("forward",)),
+    Workload(name="slow-packed-8x1024-H96", lengths=_EVEN, H=96, decay="slow", tags=("forward",)),
     Workload(name="softplus-T1024-H8", T=1024, H=8, gate="softplus", decay="slow", tags=("tune",)),
     Workload(name="softplus-T1024-H32", T=1024, H=32, gate="softplus", decay="slow", tags=("tune",)),
     Workload(name="softplus-T1024-H64", T=1024, H=64, gate="softplus", decay="slow", tags=("tune",)),
     Workload(name="softplus-T1024-H96", T=1024, H=96, gate="softplus", decay="slow", tags=("tune",)),
     Workload(name="softplus-T8192-H8", T=8192, H=8, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", tags=("tune", "bench")),
-    Workload(name="softplus-T8192-H64", T=8192, H=64, gate="softplus", decay="slow", tags=("tune", "bench")),
-    Workload(name="softplus-T8192-H96", T=8192, H=96, gate="softplus", decay="slow", tags=("tune", "bench")),
-    Workload(name="softplus-T32768-H8", T=32768, H=8, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T8192-H64", T=8192, H=64, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T8192-H96", T=8192, H=96, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T32768-H8", T=32768, H=8, gate="softplus", decay="slow", tags=("tune", "forward")),
+    Workload(
+        name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune", "forward")
+    ),
+    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, gate="softplus", decay="slow", tags=("forward",)),
+    Workload(name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, gate="softplus", decay="slow", tags=("forward",)),
     Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
     Workload(name="train-T8192-H32", T=8192, H=32, direction="bwd", tags=("train",)),

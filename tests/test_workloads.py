@@ -51,6 +51,27 @@ def test_bench_covers_steep_slow_and_softplus() -> None:
     assert found == {(1, 8192, H, kind) for H in (32, 64, 96) for kind in ("steep", "slow", "softplus")}
 
 
+def test_forward_compares_every_gate_at_every_shape() -> None:
+    found = [(w.B, w.T, w.H, w.lengths, w.gate, w.decay) for w in tagged("forward")]
+    shapes = [(1, 8192, H, ()) for H in (32, 64, 96)]
+    shapes += [(1, 32768, 8, ()), (8, 1024, 96, ()), (1, 8192, 96, (1024,) * 8)]
+    shapes += [(1, 8192, 64, (1300, 547, 2048, 963, 271, 3063))]
+    gates = [("safe", "steep"), ("safe", "slow"), ("softplus", "slow")]
+    assert sorted(found) == sorted((*shape, *gate) for shape in shapes for gate in gates)
+    assert {(w.K, w.V, w.dtype) for w in tagged("forward")} == {(128, 128, "bf16")}
+
+
+def test_small_is_short() -> None:
+    assert [(w.B, w.T, w.H, w.gate, w.decay) for w in tagged("small")] == [
+        (1, 512, 32, "safe", "steep"),
+        (1, 1024, 32, "safe", "steep"),
+    ]
+
+
+def test_nothing_has_two_names() -> None:
+    assert len({replace(w, name="", tags=()) for w in WORKLOADS}) == len(WORKLOADS)
+
+
 @pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
 def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Problem] = []
@@ -93,7 +114,8 @@ def test_inputs_depend_on_the_seed_only() -> None:
 
 def test_a_tag_is_of_one_pass() -> None:
     passes = {tag: {w.problem().direction for w in tagged(tag)} for w in WORKLOADS for tag in w.tags}
-    assert passes == {"tune": {"fwd"}, "bench": {"fwd"}, "cpu": {"fwd"}, "train": {"bwd"}, "train-cpu": {"bwd"}}
+    forward = {tag: {"fwd"} for tag in ("tune", "bench", "forward", "small", "cpu")}
+    assert passes == {**forward, "train": {"bwd"}, "train-cpu": {"bwd"}}
 
 
 def test_gradients_depend_on_the_seed_only_and_are_no_input() -> None:
@@ -129,7 +151,7 @@ def test_select_takes_names_and_tags_in_the_order_of_the_table() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"nowhere.*bench, cpu, train, train-cpu, tune.*safe-T1024-H8"):
+    with pytest.raises(InputError, match=r"nowhere.*bench, cpu, forward, small, train, train-cpu, tune.*safe-T1024-H8"):
         select(["cpu", "nowhere"])
 
 
