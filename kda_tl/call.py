@@ -58,7 +58,7 @@ def find_ready(a: dict[str, Any]) -> Ready:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
         tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in TENSORS]
-        flags = [a[name] for name in _FLAGS]
+        flags = [*(a[name] for name in _FLAGS), a.get("disable_recompute")]
         key = (*tensors, *flags, a["cu_seqlens"] is None, token_bounds(a), context())
         found = _ready.get(key)
     except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it

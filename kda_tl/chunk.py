@@ -100,12 +100,12 @@ def chunk_kda(
             *(A_log, dt_bias, state_v_first, cu_seqlens, cu_seqlens_cpu, return_intermediate_states, chunk_size),
         )
     arguments = locals()
+    differentiable = needs_gradients(arguments)
+    arguments["disable_recompute"] = disable_recompute and differentiable
     ready = find_ready(arguments)
     if ready.compute is None:
         return run_reference(ready, arguments)
-    run = run_forward
-    if needs_gradients(arguments):
-        run = run_differentiable
+    run = run_differentiable if differentiable else run_forward
     if q.is_cuda and torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return run(ready, ready.compute, arguments)

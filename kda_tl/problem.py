@@ -46,6 +46,7 @@ class Problem:
         varlen: sequences are packed by cu_seqlens.
         initial_state: a state before the first token is given.
         final_state: the state after the last token is returned.
+        intermediate_states: the states before every chunk are returned, or kept for a backward.
         state_v_first: states are [V, K] instead of [K, V].
         g_dtype: element type of g.
         beta_dtype: element type of beta.
@@ -75,6 +76,7 @@ class Problem:
     varlen: bool = False
     initial_state: bool = False
     final_state: bool = False
+    intermediate_states: bool = False
     state_v_first: bool = False
     g_dtype: str = ""
     beta_dtype: str = ""
@@ -183,4 +185,4 @@ class Problem:
 
     def without_lengths(self) -> Problem:
         """The part of the problem that kernels are specialised for: lengths and batch are run-time values."""
-        return replace(self, tokens=0, sequences=0, longest=0, varlen=False)
+        return replace(self, tokens=0, sequences=0, longest=0, varlen=False, intermediate_states=False)

@@ -23,6 +23,8 @@ from kda_tl.templates import (
     fwd_gate,
     fwd_intra,
     fwd_output,
+    fwd_prep,
+    fwd_recurrence,
     fwd_state,
     fwd_wy,
 )
@@ -137,6 +139,37 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     del w, u, kg, g_cumsum
     (o,) = run(fwd_output.STAGE, qg=qg, h=h, Aqk=Aqk, v_new=v_new, chunk_tokens=x["chunk_tokens"])
     return {"o": o, "ht": ht, "h": h}
+
+
+def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chunk does alone, then what chunks do one after the other: two stages, for Hopper."""
+    chunks = x["chunk_tokens"]
+    A, Aqk, w_neg, qg, kg, decay = run(
+        fwd_prep.STAGE,
+        q=x["q"],
+        k=x["k"],
+        g=x["g"],
+        beta=x["beta"],
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        chunk_tokens=chunks,
+        scale=x["scale"],
+        lower_bound=x["lower_bound"],
+    )
+    o, ht = run(
+        fwd_recurrence.STAGE,
+        v=x["v"],
+        A=A,
+        Aqk=Aqk,
+        w_neg=w_neg,
+        qg=qg,
+        kg=kg,
+        decay=decay,
+        h0=x["h0"],
+        seq_chunks=x["seq_chunks"],
+        chunk_tokens=chunks,
+    )
+    return {"o": o, "ht": ht, "h": None}
 
 
 def staged_backward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +295,12 @@ PIPELINES: dict[str, Pipeline] = {
         stages=(*_BEFORE_OUTPUT, fwd_output.STAGE),
         compute=staged_forward,
         factors=FACTORS,
+    ),
+    "prep_recurrence": Pipeline(
+        name="prep_recurrence",
+        direction="fwd",
+        stages=(fwd_prep.STAGE, fwd_recurrence.STAGE),
+        compute=prep_recurrence,
     ),
     "staged_backward": Pipeline(
         name="staged_backward",

@@ -69,10 +69,20 @@ SPECIALISED = {
     "bf16-softplus-K100-V60-H4": make(64, 4, 4, 100, 60, gate="softplus"),
     "fp32-log-K32-V32-H4-BT32": make(32, 4, 4, 32, 32, **LOG, dtype="fp32"),
 }
+# The same for the pipeline that only Hopper runs
+HOPPER = {
+    "prep-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
+    "prep-softplus-K128-V128-GVA-vk": make(64, 2, 4, 128, 128, gate="softplus", state_v_first=True),
+    "prep-log-K64-V64-bare": SPECIALISED["bf16-log-K64-V64-bare"],
+    "prep-safe-K100-V192": make(64, 2, 4, 100, 192, gate="safe", has_A_log=False, has_dt_bias=False, beta="sigmoid2"),
+    "prep-log-K128-V64-H4": make(64, 4, 4, 128, 64, **LOG, g_dtype="fp32"),
+}
+FORWARD = SPECIALISED | HOPPER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
 HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
 specialised = pytest.mark.parametrize("name", SPECIALISED)
+forward = pytest.mark.parametrize("name", FORWARD)
 Job = tuple[str, Case, Config]
 
 
@@ -83,6 +93,19 @@ def device() -> Device:
 
 def plan_of(problem: Problem, BT: int) -> Plan:
     return default_plan(problem, device(), BT=BT)
+
+
+def hopper_plan(problem: Problem) -> Plan:
+    """The default of the pipeline that only Hopper runs."""
+    pipeline, case = PIPELINES["prep_recurrence"], Case(problem=problem, device=device(), BT=64, BC=16)
+    stages = tuple((stage.name, stage.default(case)) for stage in pipeline.stages)
+    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=stages)
+
+
+def plan_named(name: str) -> Plan:
+    """What runs a specialisation."""
+    BT, problem = FORWARD[name]
+    return hopper_plan(problem) if name in HOPPER else plan_of(problem, BT)
 
 
 def case_of(problem: Problem, plan: Plan) -> Case:
@@ -100,7 +123,7 @@ def pipeline_of(stage_name: str) -> Pipeline:
 
 def stage_case(stage_name: str, name: str) -> Case:
     """What a stage is built for: its pass has chunks of its own where the other's do not fit the device."""
-    BT, problem = SPECIALISED[name]
+    BT, problem = FORWARD[name]
     problem = replace(problem, direction=pipeline_of(stage_name).direction)
     return case_of(problem, plan_of(problem, BT))
 
@@ -118,9 +141,8 @@ OTHERS = ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk")
 
 
 @cache
-def equal_plans() -> tuple[Plan, ...]:
-    """Plans of the default's numerics class that differ from it in one stage: at most two a stage."""
-    plan = plan_of(MAIN, BT)
+def equal_plans(plan: Plan) -> tuple[Plan, ...]:
+    """Plans of a plan's numerics class that differ from it in one stage: at most two a stage. All for MAIN."""
     found: list[Plan] = []
     for name, config in plan.stages:
         same = []
@@ -174,8 +196,12 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for name in OTHERS:
         for stage_name in templates.names():
             wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
-    for plan in equal_plans():
-        wanted += jobs_of(MAIN, plan)
+    for first in (plan_of(MAIN, BT), hopper_plan(MAIN)):
+        for plan in (first, *equal_plans(first)):
+            wanted += jobs_of(MAIN, plan)
+    for tokens, problem in FORWARD.values():
+        jobs = jobs_of(problem, hopper_plan(problem)) if tokens == 64 else []
+        wanted += [job for job in jobs if job[2].reject(job[1]) is None]
     for _, problem, plan in shipped():
         wanted += jobs_of(problem, plan)
     jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
@@ -186,7 +212,7 @@ def compile_all() -> dict[Job, WorkerFailure]:
 
 def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", varlen: bool = False) -> Call:
     """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
-    _, problem = SPECIALISED[name]
+    _, problem = FORWARD[name]
     shape = (sum(lengths), problem.HV, problem.K)
     raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     given = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from cases import (
 from gpu_cases import (
     BT,
     DECAYS,
+    FORWARD,
+    HOPPER,
     HUGE,
     MAIN,
     OTHERS,
@@ -39,9 +42,12 @@ from gpu_cases import (
     device,
     draw,
     equal_plans,
+    forward,
+    hopper_plan,
     other_configs,
     outputs,
     pipeline_of,
+    plan_named,
     plan_of,
     shipped,
     specialised,
@@ -52,7 +58,7 @@ import kda_tl
 from kda_tl import templates
 from kda_tl.chunk import chunk_kda, explain
 from kda_tl.dispatch import choose
-from kda_tl.errors import InputError
+from kda_tl.errors import CompileError, InputError
 from kda_tl.kernel import compile_stage
 from kda_tl.reference import relative_error
 from kda_tl.stage import Config, Stage
@@ -60,6 +66,20 @@ from kda_tl.stage import Config, Stage
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 
 LENGTHS = (1, 15, 63, 64, 65, 333)
+STRIDED = (
+    "bf16-safe-K128-V128",
+    "bf16-softplus-K60-V100-GVA-vk",
+    "fp32-safe-K60-V100-BT16",
+    "prep-safe-K100-V192",
+)
+LIMITED = (
+    "bf16-safe-K128-V128",
+    "bf16-softplus-K128-V128-GVA",
+    "bf16-log-K128-V128-BT16",
+    "prep-safe-K128-V128",
+    "prep-softplus-K128-V128-GVA-vk",
+    "prep-log-K128-V64-H4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +93,7 @@ def defaults_only(request: pytest.FixtureRequest) -> Iterator[None]:
     if name is None:
         yield
         return
-    BT, problem = SPECIALISED[name]
-    with kda_tl.pin(plan_of(problem, BT)):
+    with kda_tl.pin(plan_named(name)):
         yield
 
 
@@ -95,10 +114,10 @@ def assert_right(call: Call, BT: int | None, batch: int = 1, **changes: Any) -> 
 # Right numbers
 
 
-@specialised
+@forward
 @pytest.mark.parametrize("decay", DECAYS)
 def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
-    BT, _ = SPECIALISED[name]
+    BT, _ = FORWARD[name]
     for n, T in enumerate(LENGTHS):
         assert_right(draw(name, (T,), seed + n, decay), BT)
     assert_right(draw(name, (70, 70, 70), seed, decay), BT, batch=3)
@@ -113,20 +132,20 @@ def test_intermediate_states(name: str, seed: int) -> None:
     assert relative_error(h[0], call.truth(BT)[2]) < TOLERANCE[problem.dtype]
 
 
-@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "fp32-safe-K60-V100-BT16"))
+@pytest.mark.parametrize("name", STRIDED)
 @pytest.mark.parametrize("change", (scatter, misalign, widen))
 def test_any_strides_are_served(name: str, change: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
     call = draw(name, PACKED, seed, varlen=True)
     names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
     given = {key: x for key, x in operator_arguments(call).items() if key in names and x is not None}
-    assert_right(call, SPECIALISED[name][0], **{key: change(x) for key, x in given.items()})
+    assert_right(call, FORWARD[name][0], **{key: change(x) for key, x in given.items()})
 
 
-@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K128-V128-GVA", "bf16-log-K128-V128-BT16"))
+@pytest.mark.parametrize("name", LIMITED)
 @pytest.mark.parametrize("limit", ("steep", "flat", "mixed"))
 def test_gates_at_their_limits(name: str, limit: str, seed: int) -> None:
     """Saturated everywhere, nowhere, and in a tenth of the places among slow decays."""
-    BT, problem = SPECIALISED[name]
+    BT, problem = FORWARD[name]
     shape = (130, problem.HV, problem.K)
     here = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < {"steep": 2.0, "flat": -1.0}.get(
         limit, 0.1
@@ -136,9 +155,9 @@ def test_gates_at_their_limits(name: str, limit: str, seed: int) -> None:
     assert_right(draw_call(problem, (65, 1, 64), seed, device="cuda", g=g), BT)
 
 
-@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K128-V128-GVA", "bf16-log-K128-V128-BT16"))
+@pytest.mark.parametrize("name", LIMITED)
 def test_nan_in_the_gate_propagates(name: str, seed: int) -> None:
-    BT, _ = SPECIALISED[name]
+    BT, _ = FORWARD[name]
     call = draw(name, (130, 70), seed, varlen=True)
     arguments = operator_arguments(call) | {"chunk_size": BT}
     clean, _ = chunk_kda(**arguments)
@@ -153,10 +172,15 @@ def test_nan_in_the_gate_propagates(name: str, seed: int) -> None:
 
 
 def check_stage(stage: Stage, name: str, config: Config, seed: int) -> None:
+    case = stage_case(stage.name, name)
+    if next(stage.candidates(case), None) is None:
+        with pytest.raises(CompileError, match=re.escape(config.reject(case) or "")):
+            compile_stage(stage, case, config)
+        return
     call, pipeline = draw(name, PACKED, seed, varlen=True), pipeline_of(stage.name)
     if pipeline.direction == "bwd":
         call = draw_backward(call, seed)
-    case = replace(stage_case(stage.name, name), problem=call.problem)
+    case = replace(case, problem=call.problem)
     _, records = run_references(pipeline, case, call.tensors(case.BT))
     inputs = next((inputs for recorded, inputs in records if recorded.name == stage.name), None)
     if inputs is None:
@@ -185,11 +209,11 @@ def test_other_configs_equal_reference(stage: Stage, name: str, seed: int) -> No
 # The same numbers
 
 
-@specialised
+@forward
 def test_two_runs_give_the_same_bits(name: str, seed: int) -> None:
-    BT, _ = SPECIALISED[name]
+    BT, _ = FORWARD[name]
     arguments = operator_arguments(draw(name, (333, 1, 200, 64), seed, varlen=True))
-    arguments |= {"chunk_size": BT, "return_intermediate_states": True}
+    arguments |= {"chunk_size": BT, "return_intermediate_states": name not in HOPPER}
     first = outputs(arguments)
     for _ in range(5):
         assert_same_bits(outputs(arguments), first)
@@ -198,12 +222,13 @@ def test_two_runs_give_the_same_bits(name: str, seed: int) -> None:
 def test_plans_of_one_numerics_class_give_the_same_bits(seed: int) -> None:
     call = draw("bf16-safe-K128-V128", (333, 1, 200, 64), seed, varlen=True)
     arguments = operator_arguments(call)
-    with kda_tl.pin(plan_of(MAIN, BT)):
-        expected = outputs(arguments)
-    for plan in equal_plans():
-        with kda_tl.pin(plan):
-            for one, other in zip(outputs(arguments), expected, strict=True):
-                assert torch.equal(one, other), f"{plan.stages}"
+    for first in (plan_of(MAIN, BT), hopper_plan(MAIN)):
+        with kda_tl.pin(first):
+            expected = outputs(arguments)
+        for plan in equal_plans(first):
+            with kda_tl.pin(plan):
+                for one, other in zip(outputs(arguments), expected, strict=True):
+                    assert torch.equal(one, other), f"{plan.stages}"
 
 
 def test_offsets_pass_2_to_the_31() -> None:
@@ -242,9 +267,11 @@ def test_offsets_pass_2_to_the_31() -> None:
 # Streams and graphs
 
 
-@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare"))
+@pytest.mark.parametrize(
+    "name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare", "prep-safe-K128-V128")
+)
 def test_graph_replays_on_new_values(name: str, seed: int) -> None:
-    BT, _ = SPECIALISED[name]
+    BT, _ = FORWARD[name]
     one, two = (operator_arguments(draw(name, PACKED, seed + n, varlen=True)) | {"chunk_size": BT} for n in range(2))
     expected = [outputs(one), outputs(two)]
     static = {key: x.clone() if isinstance(x, torch.Tensor) and key != "cu_seqlens" else x for key, x in one.items()}
@@ -261,10 +288,10 @@ def test_graph_replays_on_new_values(name: str, seed: int) -> None:
         assert_same_bits(captured, truth)
 
 
-@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk"))
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "prep-safe-K128-V128"))
 def test_work_is_put_on_the_current_stream(name: str, seed: int) -> None:
     """Inputs arrive late on another stream: kernels on any but that stream would read NaN."""
-    BT, _ = SPECIALISED[name]
+    BT, _ = FORWARD[name]
     arguments = operator_arguments(draw(name, (200,), seed)) | {"chunk_size": BT}
     expected = outputs(arguments)
     late = {key: torch.full_like(arguments[key], torch.nan) for key in ("q", "k", "v", "g", "beta")}
@@ -281,7 +308,7 @@ def test_work_is_put_on_the_current_stream(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare"))
 def test_warm_call_waits_for_nothing(name: str, seed: int) -> None:
-    BT, _ = SPECIALISED[name]
+    BT, _ = FORWARD[name]
     packed = operator_arguments(draw(name, PACKED, seed, varlen=True)) | {"chunk_size": BT}
     dense = operator_arguments(draw(name, (70, 70), seed), batch=2) | {"chunk_size": BT}
     strided = {**dense, "q": scatter(dense["q"]), "v": misalign(dense["v"])}
