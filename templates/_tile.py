@@ -16,9 +16,6 @@ from kda_tl.problem import Problem
 from kda_tl.stage import Case, TensorSpec, static_sizes
 
 RCP_LN2 = 1.4426950408889634  # gates are kept in log2 units: exp(x) = 2^(x / ln 2), and exp2 is one instruction
-# In fp32 2^-150 is 0: a token that decays more forgets everything all the same, and its size would only take the
-# digits of the gentle decays after it in the sum (1e-3 off with -1e4 nats here and there). NaN stays NaN.
-FORGOTTEN = -150.0
 # Of a stage in fp32: split products leave out 2^-20, and exponents of up to 64 * 7.2 are held to 2^-16
 FP32_TOLERANCE = 1e-4
 L2NORM_EPS = 1e-6  # FLA's epsilon, added to the sum of squares
@@ -150,25 +147,6 @@ def has_gate(problem: Problem, i: Any, count: Any) -> Any:
 def sees(problem: Problem, i: Any, j: Any) -> Any:
     """Whether what row j wrote is in the state that row i corrects: rows of one token do not see each other."""
     return i > j if problem.rank == 1 else i // problem.rank > j // problem.rank
-
-
-def log2_decay(problem: Problem, x: Any, slope: Any, bias: Any, lower_bound: Any) -> Any:
-    """log2 of a token's decay from the raw gate x; slope is -exp(A_log) / ln 2.
-
-    softplus(z) = max(z, 0) + log1p(t) with t = exp(-|z|) in (0, 1]: nothing overflows. The series of log1p(t) =
-    2 artanh(t / (2 + t)) up to the 11th power is exact to 2^-22 and costs a third of log1p.
-    """
-    if problem.gate == "log":
-        return x * RCP_LN2
-    if problem.gate == "safe":
-        return lower_bound * RCP_LN2 / (1.0 + T.exp2(slope * x + slope * bias))
-    z = x + bias
-    t = T.exp2(-RCP_LN2 * T.max(z, -z))
-    r = t / (2.0 + t)
-    series = 1.0 / 11.0
-    for odd in (9.0, 7.0, 5.0, 3.0, 1.0):
-        series = series * (r * r) + 1.0 / odd
-    return slope * (T.max(z, 0.0) + 2.0 * r * series)
 
 
 def beta_factor(problem: Problem, raw: Any) -> Any:

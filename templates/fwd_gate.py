@@ -18,7 +18,11 @@ import torch
 from kda_tl.reference import activate_gate
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import first_rows, split_chunks
-from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate, log2_decay
+from kda_tl.templates._tile import RCP_LN2, Tile, annotate, has_gate
+
+# In fp32 2^-150 is 0: a token that decays more forgets everything all the same, and its size would only take the
+# digits of the gentle decays after it in the sum (1e-3 off with -1e4 nats here and there). NaN stays NaN.
+FORGOTTEN = -150.0
 
 INPUTS = {
     "g": "tokens HV G : g",
@@ -84,8 +88,16 @@ def build(case: Case, config: FwdGateConfig) -> Any:
     def stored(lane):
         return lane < lanes if p.scalar_gate else True  # channels are padded, heads are not
 
-    def own(slope, j):
-        return slope[j if p.scalar_gate else 0]
+    def own(rate, j):
+        return rate[j if p.scalar_gate else 0]
+
+    def log2_decay(x, rate, bias, lower_bound):
+        if p.gate == "log":
+            return x * RCP_LN2
+        if p.gate == "safe":
+            return lower_bound * RCP_LN2 / (1.0 + T.exp2(-RCP_LN2 * rate * (x + bias)))
+        z = x + bias  # softplus(z) = max(z, 0) + log1p(exp(-|z|)): exact where exp(z) would overflow or vanish
+        return -RCP_LN2 * rate * (T.max(z, 0.0) + T.log1p(T.exp(T.min(z, -z))))
 
     @T.prim_func
     def fwd_gate(
@@ -105,18 +117,17 @@ def build(case: Case, config: FwdGateConfig) -> Any:
             raw = tile.fragment((unroll, BK), g.dtype)
             total = tile.fragment((BK,))
             bias = tile.fragment((BK,))
-            slope = tile.fragment((BK if p.scalar_gate else 1,))
+            rate = tile.fragment((BK if p.scalar_gate else 1,))
             T.clear(total)
             if p.gate != "log":
                 T.clear(bias)
             if p.scalar_gate:
                 for j in tile.parallel(BK):
-                    rate = T.if_then_else(k0 + j < lanes, T.exp(A_log[k0 + j]), 1.0) if p.has_A_log else 1.0
-                    slope[j] = -RCP_LN2 * rate
+                    rate[j] = T.if_then_else(k0 + j < lanes, T.exp(A_log[k0 + j]), 1.0) if p.has_A_log else 1.0
             else:
-                slope[0] = -RCP_LN2
+                rate[0] = 1.0
                 if p.has_A_log:
-                    slope[0] = -RCP_LN2 * T.exp(A_log[i_h])
+                    rate[0] = T.exp(A_log[i_h])
             if p.has_dt_bias:
                 for j in tile.parallel(BK):
                     bias[j] = T.if_then_else(k0 + j < lanes, dt_bias[head(i_h, k0 + j), channel(k0 + j)], 0.0)
@@ -129,8 +140,7 @@ def build(case: Case, config: FwdGateConfig) -> Any:
                 for i_inner in T.unroll(unroll):
                     for j in tile.parallel(BK):
                         i = i_outer * unroll + i_inner
-                        x = T.cast(raw[i_inner, j], "float32")
-                        exact = log2_decay(p, x, own(slope, j), bias[j], lower_bound)
+                        exact = log2_decay(T.cast(raw[i_inner, j], "float32"), own(rate, j), bias[j], lower_bound)
                         step = T.if_then_else(exact < FORGOTTEN, FORGOTTEN, exact)
                         total[j] = total[j] + T.if_then_else(has_gate(p, i, count) and k0 + j < lanes, step, 0.0)
                         if stored(k0 + j):

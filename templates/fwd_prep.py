@@ -11,7 +11,7 @@ keys relative to the middle of the sub-chunk whose rows they meet, which lies be
 
     <q_i 2^(G_i - m_b), k_j 2^(m_b - G_j)>      i in sub-chunk b, j in sub-chunk a <= b
 
-A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays by more than 2^-100 within a sub-chunk,
+A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
 its whole thread block changes to operands that cannot overflow (rows relative to the start of b, keys of a < b to the
 end of a) and takes the pairs inside sub-chunks one column at a time.
 
@@ -31,15 +31,8 @@ from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import fwd_gate, fwd_intra
 from kda_tl.templates._chunks import share_heads, split_chunks
-from kda_tl.templates._tile import (
-    FORGOTTEN,
-    FP32_TOLERANCE,
-    L2NORM_EPS,
-    RCP_LN2,
-    annotate,
-    beta_factor,
-    log2_decay,
-)
+from kda_tl.templates._tile import FP32_TOLERANCE, L2NORM_EPS, RCP_LN2, annotate, beta_factor
+from kda_tl.templates.fwd_gate import FORGOTTEN
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -98,14 +91,16 @@ def reference(
 
 
 THREADS = 128
-LIMIT = 100.0  # of a sub-chunk's decay, in powers of two: twice that is above what fp32 and bf16 hold, 2^127
+LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
+# log1p(t) / t on [0, 1], interpolated at the Chebyshev nodes: 2.8e-7 off in fp32; lowest power first
+LOG1P = (0.999999781, -0.499971745, 0.332719284, -0.244747742, 0.176874767, -0.106850029, 0.0434938998, -0.00837115255)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FwdPrepConfig(Config):
     """rows: of a sub-chunk, whose q and k a thread holds at once; blocks: that share a multiprocessor's registers."""
 
-    rows: int = axis(8, 4, 8, 16)
+    rows: int = axis(8, 4, 8)
     blocks: int = axis(3, 2, 3)
 
     def reject(self, case: Case) -> str | None:
@@ -131,7 +126,7 @@ class FwdPrepConfig(Config):
         BT, BC, KP = case.BT, case.BC, case.problem.KP
         blocks = BT // BC
         operands = (2 * BT + BC * blocks * (blocks + 1) // 2) * KP * 2
-        pairs = 2 * BT * (BT + 4) * 4 + BT * (3 * BT + 2 * KP) * 2 + (0 if case.problem.bounded_gate else BT * KP * 4)
+        pairs = 2 * BT * (BT + 4) * 4 + BT * (3 * BT + 2 * KP) * 2 + (0 if case.problem.bounded_gate else BT * 64 * 4)
         return max(operands, pairs) + 4 * BT * 4
 
 
@@ -140,6 +135,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     p, BT, BC = case.problem, case.BT, case.BC
     HV, K, KP, group = p.HV, p.K, p.KP, p.group
     NB, ROWS = BT // BC, config.rows
+    PART = 64 if KP % 64 == 0 else 32  # channels whose pairs are taken exactly at once
     f32, io = "float32", "bfloat16"
     bounded = p.bounded_gate
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
@@ -152,26 +148,55 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             return 0.0
         return T.if_then_else(j < K, dt_bias[i_hv, j], 0.0) if KP > K else dt_bias[i_hv, j]
 
+    def log2_decay(x, slope, bias, lower_bound):
+        """As fwd_gate's, for fewer instructions: slope is -exp(A_log) / ln 2, log1p a polynomial (library: 3x)."""
+        if p.gate == "log":
+            return x * RCP_LN2
+        if p.gate == "safe":
+            return lower_bound * RCP_LN2 / (1.0 + T.exp2(slope * x + slope * bias))
+        z = x + bias
+        t = T.exp2(-RCP_LN2 * T.max(z, -z))
+        ratio = LOG1P[-1]
+        for coefficient in LOG1P[-2::-1]:
+            ratio = ratio * t + coefficient
+        return slope * (T.max(z, 0.0) + t * ratio)
+
     @T.macro
     def load_rows(x, start, count, i_head, x_frag):
         for i, j in T.Parallel(BT, KP):
             x_frag[i, j] = T.if_then_else((i < count) & (j < K), x[start + i, i_head, j], 0)
 
     @T.macro
-    def add_step(raw, i, row, count, slope, bias, lower_bound, step, total):
-        """One row of every sub-chunk: its log decay, added to the sums. Rows past the end and padding add nothing."""
-        for s, j in T.Parallel(NB, KP):
-            step[s, j] = log2_decay(p, T.cast(raw[i, s, j], f32), slope[0], bias[s, j], lower_bound)
-        if not bounded:
+    def load_gates(g, start, count, i_hv, raw):
+        for i in T.unroll(BC):
             for s, j in T.Parallel(NB, KP):
-                step[s, j] = T.if_then_else(step[s, j] < FORGOTTEN, FORGOTTEN, step[s, j])
-        for s, j in T.Parallel(NB, KP):
-            total[s, j] = total[s, j] + T.if_then_else((s * BC + row < count) & (j < K), step[s, j], 0.0)
+                inside = (s * BC + i < count) & (j < K)
+                raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
 
     @T.macro
-    def sum_column(x_frag, weighted, product, dot):
-        for i, j in T.Parallel(BT, KP):
-            product[i, j] = T.cast(x_frag[i, j], f32) * weighted[i, j]
+    def sum_gates(raw, count, slope, bias, lower_bound, step, total, local, middle, clamp):
+        """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
+        T.clear(total)
+        for i in T.unroll(BC):
+            for s, j in T.Parallel(NB, KP):
+                step[s, j] = log2_decay(T.cast(raw[i, s, j], f32), slope[0], bias[s, j], lower_bound)
+            if clamp:
+                for s, j in T.Parallel(NB, KP):
+                    step[s, j] = T.if_then_else(step[s, j] < FORGOTTEN, FORGOTTEN, step[s, j])
+            for s, j in T.Parallel(NB, KP):
+                total[s, j] = total[s, j] + T.if_then_else((s * BC + i < count) & (j < K), step[s, j], 0.0)
+            for s, j in T.Parallel(NB, KP):
+                local[i, s, j] = total[s, j]
+            if i == BC // 2:
+                for s, j in T.Parallel(NB, KP):
+                    middle[s, j] = total[s, j]
+
+    @T.macro
+    def sum_pairs(x, start, count, i_head, k0, weight, product, dot):
+        """Half of the channels of the products of a chunk's rows with one weighted key each."""
+        for i, j in T.Parallel(BT, PART):
+            inside = (i < count) & (k0 + j < K)
+            product[i, j] = T.cast(T.if_then_else(inside, x[start + i, i_head, k0 + j], 0), f32) * weight[i, j]
         T.reduce_sum(product, dot, dim=1)
 
     @T.prim_func
@@ -206,10 +231,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             k_factor = T.alloc_shared((BT,), f32)
             b_factor = T.alloc_shared((BT,), f32)
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
-            for i in T.unroll(BC):
-                for s, j in T.Parallel(NB, KP):
-                    inside = (s * BC + i < count) & (j < K)
-                    raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
+            load_gates(g, start, count, i_hv, raw)
             q_frag = T.alloc_fragment((BT, KP), io)
             k_frag = T.alloc_fragment((BT, KP), io)
             product = T.alloc_fragment((BT, KP), f32)
@@ -248,37 +270,35 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             slope[0] = own_rate(A_log, i_hv)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = own_bias(dt_bias, i_hv, j)
-            T.clear(total)
-            for i in T.unroll(BC):
-                add_step(raw, i, i, count, slope, bias, lower_bound, step, total)
-                for s, j in T.Parallel(NB, KP):
-                    local[i, s, j] = total[s, j]
-                if i == BC // 2:
-                    for s, j in T.Parallel(NB, KP):
-                        middle[s, j] = total[s, j]
+            sum_gates(raw, count, slope, bias, lower_bound, step, total, local, middle, False)
 
             # anchors: from a sub-chunk's start, then from the chunk's
             sums = T.alloc_shared((NB, KP), f32)
             anchors = T.alloc_shared((NB, KP), f32)
-            for s, j in T.Parallel(NB, KP):
-                sums[s, j] = total[s, j]
             if bounded:
                 of_rows, of_keys = middle, middle
             else:
                 least = T.alloc_fragment((NB,), f32)
                 least_shared = T.alloc_shared((NB,), f32)
                 wild = T.alloc_fragment((1,), "bool")
-                T.reduce_min(total, least, dim=1)
+                for s, j in T.Parallel(NB, KP):
+                    step[s, j] = T.min(middle[s, j], total[s, j] - middle[s, j])
+                T.reduce_min(step, least, dim=1)
                 for s in T.Parallel(NB):
                     least_shared[s] = least[s]
                 wild[0] = least_shared[0] < -LIMIT
                 for s in T.unroll(1, NB):
                     wild[0] = wild[0] | (least_shared[s] < -LIMIT)
+                if wild[0]:  # once more, so that what is forgotten takes no digits of what comes after it
+                    load_gates(g, start, count, i_hv, raw)
+                    sum_gates(raw, count, slope, bias, lower_bound, step, total, local, middle, True)
                 of_rows = T.alloc_fragment((NB, KP), f32)
                 of_keys = T.alloc_fragment((NB, KP), f32)
                 for s, j in T.Parallel(NB, KP):
                     of_rows[s, j] = T.if_then_else(wild[0], 0.0, middle[s, j])
                     of_keys[s, j] = T.if_then_else(wild[0], total[s, j], middle[s, j])
+            for s, j in T.Parallel(NB, KP):
+                sums[s, j] = total[s, j]
             before = T.alloc_fragment((NB, KP), f32)
             last = T.alloc_fragment((NB, KP), f32)
             T.clear(before)
@@ -370,35 +390,35 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                         )
             if not bounded:
                 if wild[0]:
-                    exact = T.alloc_shared((BT, KP), f32)
-                    T.clear(total)
-                    for i in T.serial(BC):
-                        for s, j in T.Parallel(NB, KP):
-                            inside = (s * BC + i < count) & (j < K)
-                            raw[0, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
-                        add_step(raw, 0, i, count, slope, bias, lower_bound, step, total)
-                        for s, j in T.Parallel(NB, KP):
-                            exact[s * BC + i, j] = total[s, j]
-                    weighted = T.alloc_fragment((BT, KP), f32)
-                    for c in T.serial(BC):
-                        for i, j in T.Parallel(BT, KP):
-                            inside = (i // BC * BC + c < count) & (j < K)
-                            k_frag[i, j] = T.if_then_else(inside, k[start + i // BC * BC + c, i_h, j], 0)
-                        for i, j in T.Parallel(BT, KP):
-                            growth = T.min(exact[i, j] - exact[i // BC * BC + c, j], 0.0)
-                            weighted[i, j] = T.cast(k_frag[i, j], f32) * T.exp2(growth)
-                        load_rows(q, start, count, i_h, q_frag)
-                        sum_column(q_frag, weighted, product, dot)
-                        for i in T.Parallel(BT):
-                            both[i // BC * 2 * BC + i % BC, i // BC * BC + c] = T.if_then_else(
-                                i % BC >= c, dot[i] * q_factor[i] * k_factor[i // BC * BC + c], 0.0
-                            )
-                        load_rows(k, start, count, i_h, q_frag)
-                        sum_column(q_frag, weighted, product, dot)
-                        for i in T.Parallel(BT):
-                            both[i // BC * 2 * BC + BC + i % BC, i // BC * BC + c] = (
-                                dot[i] * b_factor[i] * k_factor[i] * k_factor[i // BC * BC + c]
-                            )
+                    exact = T.alloc_shared((BT, PART), f32)
+                    weight = T.alloc_fragment((BT, PART), f32)
+                    pair_product = T.alloc_fragment((BT, PART), f32)
+                    pair_dot = T.alloc_fragment((BT,), f32)
+                    for n in T.serial(KP // PART):
+                        load_gates(g, start, count, i_hv, raw)
+                        sum_gates(raw, count, slope, bias, lower_bound, step, total, local, middle, True)
+                        for i in T.unroll(BC):
+                            for s, j in T.Parallel(NB, KP):
+                                if j // PART == n:
+                                    exact[s * BC + i, j % PART] = local[i, s, j]
+                        for c in T.serial(BC):
+                            for i, j in T.Parallel(BT, PART):
+                                inside = (i // BC * BC + c < count) & (n * PART + j < K)
+                                key_raw = T.if_then_else(inside, k[start + i // BC * BC + c, i_h, n * PART + j], 0)
+                                growth = T.min(exact[i, j] - exact[i // BC * BC + c, j], 0.0)
+                                weight[i, j] = T.cast(key_raw, f32) * T.exp2(growth)
+                            sum_pairs(q, start, count, i_h, n * PART, weight, pair_product, pair_dot)
+                            for i in T.Parallel(BT):
+                                both[i // BC * 2 * BC + i % BC, i // BC * BC + c] = T.if_then_else(
+                                    i % BC >= c, pair_dot[i] * q_factor[i] * k_factor[i // BC * BC + c], 0.0
+                                ) + T.if_then_else(n > 0, both[i // BC * 2 * BC + i % BC, i // BC * BC + c], 0.0)
+                            sum_pairs(k, start, count, i_h, n * PART, weight, pair_product, pair_dot)
+                            for i in T.Parallel(BT):
+                                both[i // BC * 2 * BC + BC + i % BC, i // BC * BC + c] = pair_dot[i] * b_factor[
+                                    i
+                                ] * k_factor[i] * k_factor[i // BC * BC + c] + T.if_then_else(
+                                    n > 0, both[i // BC * 2 * BC + BC + i % BC, i // BC * BC + c], 0.0
+                                )
             below = T.alloc_shared((BT, BT), io)
             for i, j in T.Parallel(BT, BT):
                 Aqk[i_t, i_hv, i, j] = T.cast(

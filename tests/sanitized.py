@@ -1,8 +1,9 @@
 """Launches every template at ragged sizes; run under compute-sanitizer by test_sanitizer.py.
 
-    python sanitized.py SEED
+    python sanitized.py SEED [STAGE ...]
 
-Each stage runs with its default and two other configs, on inputs that the references of the stages before it made.
+Each stage that takes a problem runs with its default and two other configs, on inputs that the references of the
+stages before it made.
 Writes a line a launch to stderr, so that the last one names the culprit.
 """
 
@@ -58,6 +59,8 @@ def launches(problem: Problem, seed: int) -> list[Launch]:
                 continue
             seen.add(stage.name)
             default = stage.default(case)
+            if default.reject(case):
+                continue
             others = [config for config in stage.candidates(case) if config != default]
             rng.shuffle(others)
             others.sort(key=lambda config: words(config) == words(default))  # first what takes another way
@@ -76,8 +79,9 @@ def on_gpu(kernel: Kernel, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles in parallel, then launches one by one."""
-    seed = int(sys.argv[1])
-    work = [launch for problem in PROBLEMS for launch in launches(problem, seed)]
+    seed, names = int(sys.argv[1]), sys.argv[2:]
+    found = (launch for problem in PROBLEMS for launch in launches(problem, seed))
+    work = [launch for launch in found if not names or launch.stage.name in names]
     jobs = [(launch.stage.name, launch.case, launch.config) for launch in work]
     for _ in map_pool("cases:compile_job", jobs, jobs=16, timeout_s=300):
         pass

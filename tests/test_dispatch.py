@@ -21,7 +21,8 @@ from kda_tl.dispatch import Pin, choose, default_plan, numerics_class, parse_pla
 from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.gpus import known_device
 from kda_tl.problem import DTYPES, Problem
-from kda_tl.stage import BT_CHOICES, Plan
+from kda_tl.stage import BT_CHOICES, Case, Plan
+from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
 H100 = known_device("nvidia_h100_80gb_hbm3")
@@ -150,6 +151,19 @@ def test_chunk_size_passes_over_other_chunks(tmp_path: Path) -> None:
     choice = resolve(PROBLEM, H200, [database], chunk_size=16)
     assert (choice.step, choice.plan) == ("default", make_plan(BT=16)) and len(choice.passed_over) == 2
     assert resolve(PROBLEM, H200, [database], chunk_size=64).passed_over == ()
+
+
+def test_a_plan_that_keeps_no_states_serves_no_call_that_wants_them(tmp_path: Path) -> None:
+    pipeline = PIPELINES["prep_recurrence"]
+    case = Case(problem=PROBLEM, device=H200, BT=64, BC=16)
+    plan = Plan(pipeline=pipeline.name, BT=64, BC=16, stages=tuple((s.name, s.default(case)) for s in pipeline.stages))
+    database = make_database(tmp_path, make_entry(PROBLEM, plan))
+    assert resolve(PROBLEM, H200, [database]).plan == plan
+    wanted = replace(PROBLEM, intermediate_states=True)
+    choice = resolve(wanted, H200, [database])
+    assert choice.plan == make_plan() and "the states between chunks stay in registers" in choice.passed_over[0]
+    with pytest.raises(InputError, match="the states between chunks stay in registers"):
+        resolve(wanted, H200, [], pin=Pin(plan=plan))
 
 
 def test_pinned_plan_of_other_chunks_is_refused() -> None:
