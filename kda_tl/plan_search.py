@@ -58,27 +58,38 @@ def default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) 
 
 def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[Screened]:
     """Times the default plan of every pipeline and BT end to end, then of the other BC with the best of these."""
-    found = _screen(run, workload, _first_geometries(workload), deadline)
+    found = _screen(run, workload, _first_geometries(run, workload), deadline)
     best = min((s for s in found if s.median_us), key=lambda s: s.median_us or 0.0, default=None)
     if best is None:
         return found
     g = best.geometry
     others = [Geometry(pipeline=g.pipeline, BT=g.BT, BC=BC) for BC in BC_CHOICES if BC != g.BC and g.BT % BC == 0]
-    return found + _screen(run, workload, others, deadline)
+    return found + _screen(run, workload, _keep_possible(run, workload, others), deadline)
 
 
 def prefetch_screen(run: Run, workload: Workload) -> None:
     """Has the kernels compiled that :func:`screen` needs first, when nothing else is to be compiled."""
-    plans = default_plans(run, workload, _first_geometries(workload))
+    plans = default_plans(run, workload, _first_geometries(run, workload))
     run.crew.enqueue((job for plan in plans for job in _kernels(run, workload, plan)), urgent=False)
 
 
-def _first_geometries(workload: Workload) -> list[Geometry]:
+def _first_geometries(run: Run, workload: Workload) -> list[Geometry]:
     from kda_tl.templates.pipelines import PIPELINES
 
     direction = workload.problem().direction
     names = [name for name, pipeline in PIPELINES.items() if pipeline.direction == direction]
-    return [Geometry(pipeline=name, BT=BT, BC=DEFAULT_BC) for name in names for BT in BT_CHOICES]
+    geometries = [Geometry(pipeline=name, BT=BT, BC=DEFAULT_BC) for name in names for BT in BT_CHOICES]
+    return _keep_possible(run, workload, geometries)
+
+
+def _keep_possible(run: Run, workload: Workload, geometries: list[Geometry]) -> list[Geometry]:
+    """Those that every stage has a config for; what a pipeline is not written for is no trial."""
+    found = []
+    for geometry, plan in zip(geometries, default_plans(run, workload, geometries), strict=True):
+        case = Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
+        if all(config.reject(case) is None for _, config in plan.stages):
+            found.append(geometry)
+    return found
 
 
 def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: float | None) -> list[Screened]:
