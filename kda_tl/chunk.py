@@ -100,12 +100,13 @@ def chunk_kda(
             *(A_log, dt_bias, state_v_first, cu_seqlens, cu_seqlens_cpu, return_intermediate_states, chunk_size),
         )
     arguments = locals()
-    differentiable = needs_gradients(arguments)
-    arguments["disable_recompute"] = disable_recompute and differentiable
+    if disable_recompute:  # only a plan that keeps its intermediates will do, if there is a backward at all
+        check_tensors(arguments)
+        arguments["disable_recompute"] = needs_gradients(arguments)
     ready = find_ready(arguments)
     if ready.compute is None:
         return run_reference(ready, arguments)
-    run = run_differentiable if differentiable else run_forward
+    run = run_differentiable if needs_gradients(arguments) else run_forward
     if q.is_cuda and torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return run(ready, ready.compute, arguments)
