@@ -117,23 +117,33 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
     return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=tuple(stages))
 
 
+def pipeline_defaults(pipeline: str, case: Case) -> Plan:
+    """A pipeline's plan when nothing is tuned, whether or not the case fits it: see :func:`find_rejection`."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    stages = tuple((stage.name, stage.default(case)) for stage in PIPELINES[pipeline].stages)
+    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages)
+
+
+def find_rejection(plan: Plan, case: Case) -> str:
+    """The first stage that cannot run a case as the plan says, and why; empty if all can."""
+    reasons = (f"{name}: {reason}" for name, config in plan.stages if (reason := config.reject(case)))
+    return next(reasons, "")
+
+
 def default_plan(problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC) -> Plan:
     """The plan when nothing is tuned: chunks of BT tokens, or of fewer where the device has no room for them.
 
     Raises:
         InputError: the device runs no chunk size of at most BT; the message holds the first stage's reason.
     """
-    from kda_tl.templates.pipelines import PIPELINES
-
-    pipeline = PIPELINES[DEFAULT_PIPELINE[problem.direction]]
     failure = ""
     for size in (choice for choice in sorted(BT_CHOICES, reverse=True) if choice <= BT):
         case = Case(problem=problem, device=device, BT=size, BC=min(BC, size))
-        stages = tuple((stage.name, stage.default(case)) for stage in pipeline.stages)
-        reasons = (f"{name}: {reason}" for name, config in stages if (reason := config.reject(case)))
-        failure = next(reasons, "")
+        plan = pipeline_defaults(DEFAULT_PIPELINE[problem.direction], case)
+        failure = find_rejection(plan, case)
         if not failure:
-            return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=stages)
+            return plan
     raise InputError(f"{problem.key} does not fit {device.slug}: {failure}.")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kda_tl import db
 from kda_tl.contest import PLANS, ROUNDS, Run, Verdict, describe_failure, hold_contest
 from kda_tl.crew import OutOfTime
-from kda_tl.dispatch import DEFAULT_BC, numerics_class
+from kda_tl.dispatch import DEFAULT_BC, find_rejection, numerics_class, pipeline_defaults
 from kda_tl.errors import KdaTlError
 from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
@@ -49,11 +49,12 @@ def plan_of(geometry: Geometry, configs: Mapping[str, Config]) -> Plan:
 
 def default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
     """The plan of each geometry when nothing is tuned."""
-    from kda_tl.templates.pipelines import PIPELINES
-
     for geometry in geometries:
-        case = Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
-        yield plan_of(geometry, {s.name: s.default(case) for s in PIPELINES[geometry.pipeline].stages})
+        yield pipeline_defaults(geometry.pipeline, _case_of(run, workload, geometry))
+
+
+def _case_of(run: Run, workload: Workload, geometry: Geometry | Plan) -> Case:
+    return Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
 
 
 def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[Screened]:
@@ -84,12 +85,8 @@ def _first_geometries(run: Run, workload: Workload) -> list[Geometry]:
 
 def _keep_possible(run: Run, workload: Workload, geometries: list[Geometry]) -> list[Geometry]:
     """Those that every stage has a config for; what a pipeline is not written for is no trial."""
-    found = []
-    for geometry, plan in zip(geometries, default_plans(run, workload, geometries), strict=True):
-        case = Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
-        if all(config.reject(case) is None for _, config in plan.stages):
-            found.append(geometry)
-    return found
+    plans = zip(geometries, default_plans(run, workload, geometries), strict=True)
+    return [geometry for geometry, plan in plans if not find_rejection(plan, _case_of(run, workload, geometry))]
 
 
 def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: float | None) -> list[Screened]:
@@ -109,7 +106,7 @@ def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: 
 def _kernels(run: Run, workload: Workload, plan: Plan) -> list[CompileJob]:
     from kda_tl.templates.pipelines import PIPELINES
 
-    case = Case(problem=workload.problem(), device=run.device, BT=plan.BT, BC=plan.BC)
+    case = _case_of(run, workload, plan)
     stages = PIPELINES[plan.pipeline].stages
     return [job for stage in stages for job in compile_jobs(stage, case, [plan.config(stage.name)])]
 

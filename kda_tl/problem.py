@@ -164,6 +164,7 @@ class Problem:
                 ("varlen", self.varlen),
                 ("h0", self.initial_state),
                 ("ht", self.final_state),
+                ("states", self.intermediate_states),
                 ("vk", self.state_v_first),
             )
             if on

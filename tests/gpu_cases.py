@@ -20,7 +20,7 @@ from kda_tl import templates
 from kda_tl.chunk import chunk_kda
 from kda_tl.db import Entry, sources
 from kda_tl.device import Device, cuda_device
-from kda_tl.dispatch import default_plan, numerics_class, parse_plan
+from kda_tl.dispatch import default_plan, numerics_class, parse_plan, pipeline_defaults
 from kda_tl.isolate import WorkerFailure, map_pool
 from kda_tl.problem import Problem
 from kda_tl.stage import Case, Config, Plan
@@ -97,9 +97,7 @@ def plan_of(problem: Problem, BT: int) -> Plan:
 
 def hopper_plan(problem: Problem) -> Plan:
     """The default of the pipeline that only Hopper runs."""
-    pipeline, case = PIPELINES["prep_recurrence"], Case(problem=problem, device=device(), BT=64, BC=16)
-    stages = tuple((stage.name, stage.default(case)) for stage in pipeline.stages)
-    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=stages)
+    return pipeline_defaults("prep_recurrence", Case(problem=problem, device=device(), BT=64, BC=16))
 
 
 def plan_named(name: str) -> Plan:

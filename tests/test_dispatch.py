@@ -17,12 +17,11 @@ import kda_tl
 from kda_tl import db, dispatch
 from kda_tl.db import Database, Entry
 from kda_tl.device import Device, cpu_device
-from kda_tl.dispatch import Pin, choose, default_plan, numerics_class, parse_plan, resolve
+from kda_tl.dispatch import Pin, choose, default_plan, numerics_class, parse_plan, pipeline_defaults, resolve
 from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.gpus import known_device
 from kda_tl.problem import DTYPES, Problem
 from kda_tl.stage import BT_CHOICES, Case, Plan
-from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
 H100 = known_device("nvidia_h100_80gb_hbm3")
@@ -154,9 +153,7 @@ def test_chunk_size_passes_over_other_chunks(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_keeps_no_states_serves_no_call_that_wants_them(tmp_path: Path) -> None:
-    pipeline = PIPELINES["prep_recurrence"]
-    case = Case(problem=PROBLEM, device=H200, BT=64, BC=16)
-    plan = Plan(pipeline=pipeline.name, BT=64, BC=16, stages=tuple((s.name, s.default(case)) for s in pipeline.stages))
+    plan = pipeline_defaults("prep_recurrence", Case(problem=PROBLEM, device=H200, BT=64, BC=16))
     database = make_database(tmp_path, make_entry(PROBLEM, plan))
     assert resolve(PROBLEM, H200, [database]).plan == plan
     wanted = replace(PROBLEM, intermediate_states=True)
