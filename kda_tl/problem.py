@@ -185,5 +185,8 @@ class Problem:
         return "-".join(parts)
 
     def without_lengths(self) -> Problem:
-        """The part of the problem that kernels are specialised for: lengths and batch are run-time values."""
+        """The part of the problem that kernels are specialised for: lengths and batch are run-time values.
+
+        What becomes of intermediate states decides between plans, not what a kernel does.
+        """
         return replace(self, tokens=0, sequences=0, longest=0, varlen=False, intermediate_states=False)

@@ -149,7 +149,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
         return T.if_then_else(j < K, dt_bias[i_hv, j], 0.0) if KP > K else dt_bias[i_hv, j]
 
     def log2_decay(x, slope, bias, lower_bound):
-        """As fwd_gate's, for fewer instructions: slope is -exp(A_log) / ln 2, log1p a polynomial (library: 3x)."""
+        """As fwd_gate's, for fewer instructions: slope is -exp(A_log) / ln 2, and log1p a polynomial."""
         if p.gate == "log":
             return x * RCP_LN2
         if p.gate == "safe":

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from cases import SMALL, draw_backward, draw_call, run_references, sizes_of
 
+from kda_tl import templates
 from kda_tl.device import cuda_device
 from kda_tl.dispatch import default_plan
 from kda_tl.isolate import map_pool
@@ -82,6 +83,8 @@ def main() -> None:
     seed, names = int(sys.argv[1]), sys.argv[2:]
     found = (launch for problem in PROBLEMS for launch in launches(problem, seed))
     work = [launch for launch in found if not names or launch.stage.name in names]
+    if missing := set(names or templates.names()) - {launch.stage.name for launch in work}:
+        raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     jobs = [(launch.stage.name, launch.case, launch.config) for launch in work]
     for _ in map_pool("cases:compile_job", jobs, jobs=16, timeout_s=300):
         pass
