@@ -58,8 +58,13 @@ def _case_of(run: Run, workload: Workload, geometry: Geometry | Plan) -> Case:
 
 
 def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[Screened]:
-    """Times the default plan of every pipeline and BT end to end, then of the other BC with the best of these."""
-    found = _screen(run, workload, _first_geometries(run, workload), deadline)
+    """Times the default plan of every pipeline and BT end to end, then of the other BC with the best of these.
+
+    Every pipeline is timed once, whatever the deadline: the choice of a pipeline matters more than anything after it.
+    """
+    geometries = _first_geometries(run, workload)
+    first_of = {g.pipeline: g for g in reversed(geometries)}
+    found = _screen(run, workload, geometries, deadline, always=tuple(first_of.values()))
     best = min((s for s in found if s.median_us), key=lambda s: s.median_us or 0.0, default=None)
     if best is None:
         return found
@@ -79,7 +84,7 @@ def _first_geometries(run: Run, workload: Workload) -> list[Geometry]:
 
     direction = workload.problem().direction
     names = [name for name, pipeline in PIPELINES.items() if pipeline.direction == direction]
-    geometries = [Geometry(pipeline=name, BT=BT, BC=DEFAULT_BC) for name in names for BT in BT_CHOICES]
+    geometries = [Geometry(pipeline=name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for name in names]
     return _keep_possible(run, workload, geometries)
 
 
@@ -89,15 +94,21 @@ def _keep_possible(run: Run, workload: Workload, geometries: list[Geometry]) -> 
     return [geometry for geometry, plan in plans if not find_rejection(plan, _case_of(run, workload, geometry))]
 
 
-def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: float | None) -> list[Screened]:
+def _screen(
+    run: Run,
+    workload: Workload,
+    geometries: list[Geometry],
+    deadline: float | None,
+    always: Sequence[Geometry] = (),
+) -> list[Screened]:
     plans = list(default_plans(run, workload, geometries))
     run.crew.enqueue(job for plan in plans for job in _kernels(run, workload, plan))
     screened = []
     for geometry, plan in zip(geometries, plans, strict=True):
         try:
-            result, resumed = run_plan(run, workload, plan, deadline)
+            result, resumed = run_plan(run, workload, plan, None if geometry in always else deadline)
         except OutOfTime:
-            break
+            continue
         run.emit(GeometryScreened(workload=workload, geometry=geometry, result=result, resumed=resumed))
         screened.append(Screened(geometry=geometry, median_us=result.median_us))
     return screened

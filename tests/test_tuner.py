@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fake_stages
 import psutil
@@ -25,10 +27,12 @@ from kda_tl.crew import Crew, OutOfTime
 from kda_tl.device import cpu_device, cuda_device
 from kda_tl.dispatch import choose, default_plan, pin
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
+from kda_tl.gpus import known_device
 from kda_tl.journal import Journal, Trial
 from kda_tl.program import Program
 from kda_tl.progress import (
     Geometry,
+    PlanResult,
     StageDone,
     StageResult,
     StageStarted,
@@ -39,6 +43,7 @@ from kda_tl.progress import (
 )
 from kda_tl.records import Key
 from kda_tl.reference import recurrent_kda, relative_error
+from kda_tl.stage import Plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.workloads import Workload
 
@@ -395,6 +400,18 @@ def test_a_workload_that_fails_says_why(run: Run, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(tuner, "tune_plan", fail)
     assert tuner.tune_workload(run, WORKLOAD, tmp_path).failure == "out of luck"
+
+
+def test_every_pipeline_is_timed_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_plan(run: Any, workload: Workload, plan: Plan, deadline: float | None) -> tuple[PlanResult, bool]:
+        if deadline is not None:
+            raise OutOfTime
+        return PlanResult(plan=plan, status="ok", median_us=float(plan.BT)), False
+
+    monkeypatch.setattr(plan_search, "run_plan", run_plan)
+    quiet = SimpleNamespace(device=known_device("nvidia_h200"), crew=Mock(), emit=Mock())
+    found = plan_search.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
+    assert [(s.geometry.pipeline, s.geometry.BT) for s in found] == [("staged", 64), ("prep_recurrence", 64)]
 
 
 def screened(*medians: float | None) -> list[plan_search.Screened]:
