@@ -6,12 +6,15 @@ import functools
 import hashlib
 import importlib
 import pkgutil
+import re
 from typing import TYPE_CHECKING
 
 from kda_tl.errors import InputError
 
 if TYPE_CHECKING:
     from kda_tl.stage import Stage
+
+_PRIVATE = re.compile(rb"^from kda_tl\.templates\.(_\w+) import", re.MULTILINE)
 
 
 @functools.cache
@@ -35,10 +38,12 @@ def load(name: str) -> Stage:
 
 @functools.cache
 def fingerprint(name: str) -> str:
-    """sha256 of a stage's source and of the vocabulary it is written in: tells stale tuning records."""
+    """sha256 of a stage's source and of the private modules it is written with: tells stale tuning records."""
     from importlib.resources import files
 
-    digest = hashlib.sha256()
-    for module in (name, "_tile"):
-        digest.update(files(__name__).joinpath(f"{module}.py").read_bytes())
+    folder = files(__name__)
+    source = folder.joinpath(f"{name}.py").read_bytes()
+    digest = hashlib.sha256(source)
+    for module in sorted({found.decode() for found in _PRIVATE.findall(source)}):
+        digest.update(folder.joinpath(f"{module}.py").read_bytes())
     return digest.hexdigest()

@@ -297,5 +297,8 @@ def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monk
     edit("fwd_gate.py")
     second = read()
     assert {name for name in first if first[name] != second[name]} == {"fwd_gate"}
+    edit("_prep.py")
+    third = read()
+    assert {name for name in first if second[name] != third[name]} == {"fwd_prep"}, "the one written with it"
     edit("_tile.py")
-    assert not set(read().values()) & set(second.values()), "every stage is written in this vocabulary"
+    assert not set(read().values()) & set(third.values()), "every stage is written in this vocabulary"
