@@ -15,7 +15,7 @@ from typing import Any
 
 from kda_tl.crew import TARGET
 from kda_tl.device import Device
-from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT, DEFAULT_PIPELINE
+from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT
 from kda_tl.errors import InputError
 from kda_tl.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
 from kda_tl.kernel import compile_stage, require_compiler
@@ -104,7 +104,7 @@ def compile_static(
     Args:
         workload: what they are compiled for.
         device: for which device, see :func:`kda_tl.gpus.known_device`.
-        stages: names, all of the default pipeline unless given.
+        stages: names; unless given, those of all pipelines that have a config for the problem and the device.
         BT: tokens a chunk.
         BC: tokens a sub-chunk.
         budget: most candidates a stage, those nearest to the default; all unless given.
@@ -115,23 +115,25 @@ def compile_static(
         All of them, by stage; within a stage those that compiled first, least local memory and registers first.
 
     Raises:
-        InputError: there is no such stage in the pipeline.
+        InputError: there is no such stage in the pass, or it has no config here: the message says why.
         CompileError: no compiler was found.
     """
     from kda_tl.templates.pipelines import PIPELINES
 
     require_compiler(device)
-    pipeline = PIPELINES[DEFAULT_PIPELINE[workload.problem().direction]]
-    names = [stage.name for stage in pipeline.stages]
+    problem = workload.problem()
+    every = {s.name: s for p in PIPELINES.values() if p.direction == problem.direction for s in p.stages}
+    names = list(every)
     if unknown := set(stages or ()) - set(names):
         raise InputError(f"there is no stage {', '.join(sorted(unknown))}: choose among {', '.join(names)}.")
-    case = Case(problem=workload.problem(), device=device, BT=BT, BC=BC)
-    work = [
-        StaticJob(stage=stage, case=case, config=config)
-        for stage in pipeline.stages
-        if stage.name in (stages or names)
-        for config in rank_by_distance(split_space(stage, case)[0], stage.default(case))[:budget]
-    ]
+    case = Case(problem=problem, device=device, BT=BT, BC=BC)
+    work: list[StaticJob] = []
+    for name in stages or names:
+        possible, rejected = split_space(every[name], case)
+        if stages and not possible:
+            raise InputError(f"{name} has no config for {workload.name} on {device.slug}: {next(iter(rejected))}.")
+        ranked = rank_by_distance(possible, every[name].default(case))[:budget]
+        work += [StaticJob(stage=every[name], case=case, config=config) for config in ranked]
     compiled = []
     for index, result in map_pool(TARGET, work, jobs=jobs or count_cores(), timeout_s=_COMPILE_TIMEOUT_S):
         done = _describe(work[index], result)

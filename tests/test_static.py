@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kda_tl import static
 from kda_tl.device import cpu_device
 from kda_tl.errors import InputError
+from kda_tl.gpus import known_device
 from kda_tl.static import Compiled, compile_static, read_resources
 from kda_tl.workloads import Workload
 
@@ -23,6 +27,24 @@ def test_static_check_compiles_without_measuring() -> None:
     assert tuple(done) == compiled and compiled[0].as_dict()["config"] == compiled[0].config.as_dict()
     with pytest.raises(InputError, match="fwd_state"):
         compile_static(WORKLOAD, cpu_device(), stages=["fwd_nothing"])
+    with pytest.raises(InputError, match="fwd_prep has no config for tiny on .*sm_90"):
+        compile_static(WORKLOAD, cpu_device(), stages=["fwd_prep"])
+
+
+def test_stages_of_every_pipeline_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def compile_none(target: str, work: list[static.StaticJob], **options: Any) -> Iterator[tuple[int, Any]]:
+        asked.extend(job.stage.name for job in work)
+        return iter(())
+
+    monkeypatch.setattr(static, "map_pool", compile_none)
+    workload = Workload(name="w", T=1024, H=8)
+    assert compile_static(workload, known_device("nvidia_h200"), budget=1) == ()
+    assert asked == ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output", "fwd_prep", "fwd_recurrence"]
+    asked.clear()
+    compile_static(workload, cpu_device(), budget=1)
+    assert asked == ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output"]
 
 
 def test_resources_are_read_from_an_embedded_cubin() -> None:
