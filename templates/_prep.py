@@ -54,8 +54,7 @@ class Gate:
 def take_exactly(gate, tensors, at, factors, both, tilde, scalars):
     """A chunk's factors and pairs for decays of any size, in place of what overflowed: no exponent above 0, no anchor.
 
-    Every pair of rows has its own exponentials: some 100 us a chunk, for chunks that decay below 2^-110 within eight
-    tokens.
+    Every pair of rows has its own exponentials: slow, for the rare chunk that decays below 2^-110 within eight tokens.
 
     Args:
         gate: the problem's.
