@@ -204,7 +204,7 @@ def compile_all() -> dict[Job, WorkerFailure]:
         wanted += jobs_of(problem, plan)
     jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
     cores = max(1, (os.cpu_count() or 2) - 1)
-    results = map_pool("cases:compile_job", jobs, jobs=cores, timeout_s=200)
+    results = map_pool("launches:compile_job", jobs, jobs=cores, timeout_s=200)
     return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}
 
 

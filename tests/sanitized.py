@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from cases import SMALL, draw_backward, draw_call, run_references, sizes_of
+from cases import SMALL, draw_backward, draw_call
+from launches import run_references, sizes_of
 
 from kda_tl import templates
 from kda_tl.device import cuda_device
@@ -86,7 +87,7 @@ def main() -> None:
     if missing := set(names or templates.names()) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     jobs = [(launch.stage.name, launch.case, launch.config) for launch in work]
-    for _ in map_pool("cases:compile_job", jobs, jobs=16, timeout_s=300):
+    for _ in map_pool("launches:compile_job", jobs, jobs=16, timeout_s=300):
         pass
     where = torch.device("cuda", 0)
     for stage, case, config, inputs, sizes in work:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import F64, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem, run_references
+from cases import F64, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem
+from launches import run_references
 
 from kda_tl.device import cpu_device
 from kda_tl.problem import BETAS, GATES

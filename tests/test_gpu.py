@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
-    Call,
-    draw_backward,
-    draw_call,
-    misalign,
-    operator_arguments,
-    run_references,
-    scatter,
-    sizes_of,
-    stage_errors,
-    widen,
-)
+from cases import Call, draw_backward, draw_call, misalign, operator_arguments, scatter, widen
 from gpu_cases import (
     BT,
     DECAYS,
@@ -53,6 +42,7 @@ from gpu_cases import (
     specialised,
     stage_case,
 )
+from launches import run_references, sizes_of, stage_errors
 
 import kda_tl
 from kda_tl import templates

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import bounds_of, draw_backward, draw_call, draw_lengths, draw_problem, run_references
+from cases import bounds_of, draw_backward, draw_call, draw_lengths, draw_problem
+from launches import run_references
 
 from kda_tl.device import cpu_device
 from kda_tl.errors import LaunchError

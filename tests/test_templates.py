@@ -11,20 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
-    F64,
-    KDA,
-    Call,
-    draw_backward,
-    draw_call,
-    draw_extreme,
-    draw_lengths,
-    draw_problem,
-    reverse_chunks,
-    run_references,
-    sizes_of,
-    stage_errors,
-)
+from cases import F64, KDA, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem
+from launches import reverse_chunks, run_references, sizes_of, stage_errors
 
 from kda_tl import templates
 from kda_tl.device import cpu_device, find_compiler
@@ -246,7 +234,7 @@ def hopper_kernels() -> dict[tuple[str, str], tuple[str, dict[str, Any]] | Worke
     names = sorted(templates.names(), key=lambda name: name != "fwd_intra")  # the longest first
     jobs = [(name, setup) for name in names for setup in SETUPS]
     payloads = [(name, hopper_case(setup)) for name, setup in jobs]
-    results = map_pool("cases:inspect_job", payloads, jobs=os.cpu_count() or 1, timeout_s=400)
+    results = map_pool("launches:inspect_job", payloads, jobs=os.cpu_count() or 1, timeout_s=400)
     return {jobs[i]: result for i, result in results}
 
 
