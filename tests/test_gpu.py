@@ -342,8 +342,8 @@ def test_host_time_of_a_warm_call() -> None:
                 chunk_kda(**arguments)
             samples.append((time.perf_counter() - start) / 40)
     torch.cuda.synchronize()
-    us = 1e6 * min(samples)  # other processes of the host only add to it: 63 here, 89 with both GPUs and all cores busy
-    assert us < 80, f"{us:.1f} us a call"
+    median_us = 1e6 * statistics.median(samples)
+    assert median_us < 80, f"{median_us:.1f} us a call"
 
 
 def test_host_time_of_a_cached_choice() -> None:
