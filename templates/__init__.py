@@ -38,12 +38,17 @@ def load(name: str) -> Stage:
 
 @functools.cache
 def fingerprint(name: str) -> str:
-    """sha256 of a stage's source and of the private modules it is written with: tells stale tuning records."""
+    """sha256 of a stage and of the private modules that it, or one of them, imports: tells stale tuning records."""
     from importlib.resources import files
 
     folder = files(__name__)
-    source = folder.joinpath(f"{name}.py").read_bytes()
-    digest = hashlib.sha256(source)
-    for module in sorted({found.decode() for found in _PRIVATE.findall(source)}):
-        digest.update(folder.joinpath(f"{module}.py").read_bytes())
+    sources: dict[str, bytes] = {}
+    wanted = [name]
+    for module in wanted:
+        if module not in sources:
+            sources[module] = folder.joinpath(f"{module}.py").read_bytes()
+            wanted += [found.decode() for found in _PRIVATE.findall(sources[module])]
+    digest = hashlib.sha256(sources.pop(name))
+    for _, source in sorted(sources.items()):
+        digest.update(source)
     return digest.hexdigest()
