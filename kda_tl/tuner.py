@@ -53,7 +53,8 @@ def tune(
         device: the device here; timings are kept under its slug.
         stage: tune only this stage, for the default chunk sizes; trials are journaled, no plan is stored.
         budget: most trials a stage and chunk size.
-        timeout_s: wall time a workload may take, None for no limit; what was found until then is used.
+        timeout_s: wall time a workload may take, None for no limit; what was found until then is used. The default plan
+            of every pipeline is timed all the same.
         seed: of the inputs and the sampler.
         jobs: processes that compile, one a core unless given.
         journal_dir: where trials are kept, ``<slug>/<operator>_<pass>.trials.jsonl`` below; db_dir unless given.
@@ -123,7 +124,7 @@ def tune_workload(
         workload: what to tune.
         db_dir: the database to write.
         stage: tune only this stage.
-        timeout_s: wall time it may take.
+        timeout_s: wall time it may take; the default plan of every pipeline is timed all the same.
         following: the next workload, whose kernels may be compiled when nothing else is to be.
 
     Raises:
