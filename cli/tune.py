@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         type=_positive,
         metavar="S",
-        help=f"most seconds a workload, after one plan of each pipeline (default: {CPU_TIMEOUT_S} on the CPU, else none)",
+        help=f"most seconds a workload; each pipeline gets one plan timed (default: {CPU_TIMEOUT_S} on the CPU)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of inputs and sampler (default: 0)")
     parser.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile (default: one a core)")
