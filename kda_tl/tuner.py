@@ -19,7 +19,7 @@ from kda_tl.bench import Bench
 from kda_tl.contest import Run, load_known
 from kda_tl.crew import Crew
 from kda_tl.device import Device
-from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT, DEFAULT_PIPELINE, default_plan, resolve
+from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT, DEFAULT_PIPELINES, default_plan, resolve
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.kernel import require_compiler
 from kda_tl.plan_search import Screened, compete, default_plans, plan_of, prefetch_screen, screen
@@ -154,7 +154,7 @@ def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: floa
     holders = [p for p in pipelines if stage in {s.name for s in p.stages if s.runs(problem)}]
     if not holders:
         raise InputError(f"no {direction} pipeline runs {stage!r} for {report.workload.name}: pass another workload.")
-    pipeline = next((p for p in holders if p.name == DEFAULT_PIPELINE[direction]), holders[0])
+    pipeline = min(holders, key=lambda p: DEFAULT_PIPELINES[direction].index(p.name))
     geometry = Geometry(pipeline=pipeline.name, BT=DEFAULT_BT, BC=DEFAULT_BC)
     bench = make_bench(run, report.workload, geometry)
     chosen = next(s for s in pipeline.stages if s.name == stage)

@@ -203,8 +203,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(name="safe-T8192-H96", T=8192, H=96, tags=("tune", "bench", "forward")),
     Workload(name="safe-T32768-H8", T=32768, H=8, tags=("tune", "forward")),
     Workload(name="safe-packed-H64", lengths=_PACKED, H=64, tags=("tune", "forward")),
-    Workload(name="safe-B8-T1024-H96", B=8, T=1024, H=96, tags=("forward",)),
-    Workload(name="safe-packed-8x1024-H96", lengths=_EVEN, H=96, tags=("forward",)),
+    Workload(name="safe-B8-T1024-H96", B=8, T=1024, H=96, tags=("tune", "forward")),
+    Workload(name="safe-packed-8x1024-H96", lengths=_EVEN, H=96, tags=("tune", "forward")),
     Workload(name="slow-T8192-H32", T=8192, H=32, decay="slow", tags=("bench", "forward")),
     Workload(name="slow-T8192-H64", T=8192, H=64, decay="slow", tags=("bench", "forward")),
     Workload(name="slow-T8192-H96", T=8192, H=96, decay="slow", tags=("bench", "forward")),
@@ -224,8 +224,10 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune", "forward")
     ),
-    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, gate="softplus", decay="slow", tags=("forward",)),
-    Workload(name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, gate="softplus", decay="slow", tags=("forward",)),
+    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, gate="softplus", decay="slow", tags=("tune", "forward")),
+    Workload(
+        name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, gate="softplus", decay="slow", tags=("tune", "forward")
+    ),
     Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
     Workload(name="train-T8192-H32", T=8192, H=32, direction="bwd", tags=("train",)),

@@ -92,7 +92,9 @@ def device() -> Device:
 
 
 def plan_of(problem: Problem, BT: int) -> Plan:
-    return default_plan(problem, device(), BT=BT)
+    """The default of the pipelines that run on every device."""
+    pipelines = {"fwd": ("staged",), "bwd": ("staged_backward",)}
+    return default_plan(problem, device(), BT=BT, pipelines=pipelines[problem.direction])
 
 
 def hopper_plan(problem: Problem) -> Plan:

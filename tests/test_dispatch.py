@@ -17,11 +17,21 @@ import kda_tl
 from kda_tl import db, dispatch
 from kda_tl.db import Database, Entry
 from kda_tl.device import Device, cpu_device
-from kda_tl.dispatch import Pin, choose, default_plan, numerics_class, parse_plan, pipeline_defaults, resolve
+from kda_tl.dispatch import (
+    DEFAULT_PIPELINES,
+    Pin,
+    choose,
+    default_plan,
+    numerics_class,
+    parse_plan,
+    pipeline_defaults,
+    resolve,
+)
 from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.gpus import known_device
 from kda_tl.problem import DTYPES, Problem
 from kda_tl.stage import BT_CHOICES, Case, Plan
+from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
 H100 = known_device("nvidia_h100_80gb_hbm3")
@@ -46,8 +56,9 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_plan(BT: int = 64, BC: int = 16, problem: Problem = PROBLEM, device: Device = H200, **changes: Any) -> Plan:
-    """The default plan; each change is a stage and the number of the candidate to take instead."""
-    plan = default_plan(problem, device, BT=BT, BC=BC)
+    """The default of the pipelines that run anywhere; each change is a stage and the config to take instead."""
+    pipelines = {"fwd": ("staged",), "bwd": ("staged_backward",)}
+    plan = default_plan(problem, device, BT=BT, BC=BC, pipelines=pipelines[problem.direction])
     return replace(plan, stages=tuple((name, changes.get(name, config)) for name, config in plan.stages))
 
 
@@ -103,7 +114,7 @@ def test_every_step_in_order(tmp_path: Path) -> None:
         assert step(without_exact) == ("nearest bucket", "own1", plans["nearer"])
         assert step([d for d in without_exact if d is not own[1]]) == ("nearest bucket", "own0", plans["near"])
     assert step([sibling]) == ("same architecture", "sibling", plans["other"])
-    assert step([]) == ("default", "default", make_plan())
+    assert step([]) == ("default", "default", default_plan(PROBLEM, H200))
     assert step([*own, sibling], pin=pin, compiler=False) == ("reference", "reference", None)
 
 
@@ -245,11 +256,30 @@ def test_numerics_class_is_the_geometry_and_what_orders_sums() -> None:
 
 
 def test_numerics_pin_is_kept_when_nothing_is_tuned() -> None:
-    """The default is of one class; a caller who insists on another must not silently get it."""
-    default = numerics_class(make_plan())
-    assert resolve(PROBLEM, H200, [], pin=Pin(numerics=default)).plan == make_plan()
+    """Of the defaults, the one of the class; a caller who insists on another must not silently get one of these."""
+    for plan in (default_plan(PROBLEM, H200), make_plan(), make_plan(BT=16)):
+        assert resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(plan))).plan == plan
     with pytest.raises(InputError, match="numerics"):
-        resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BT=16))))
+        resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BC=8))))
+    with pytest.raises(InputError, match="has no chunks of 32 tokens: pass chunk_size=16"):
+        resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BT=16))), chunk_size=32)
+
+
+def test_default_takes_the_first_pipeline_that_can() -> None:
+    """Hopper's own where it runs; the staged one elsewhere, and where the fast one is not written for the call."""
+    assert {d: set(names) for d, names in DEFAULT_PIPELINES.items()} == {
+        direction: {p.name for p in PIPELINES.values() if p.direction == direction} for direction in ("fwd", "bwd")
+    }
+    others: list[tuple[Problem, Device, dict[str, Any]]] = [
+        (PROBLEM, known_device("nvidia_a100_sxm4_80gb"), {}),
+        (replace(PROBLEM, dtype="fp16"), H200, {}),
+        (replace(PROBLEM, intermediate_states=True), H200, {}),
+        (PROBLEM, H200, {"chunk_size": 32}),
+    ]
+    for problem, device, asked in ((PROBLEM, H200, {"chunk_size": 64}), *others):
+        choice = resolve(problem, device, [], **asked)
+        expected = "staged" if (problem, device, asked) in others else "prep_recurrence"
+        assert choice.plan is not None and (choice.step, choice.plan.pipeline) == ("default", expected)
 
 
 def test_pinned_plan_is_checked() -> None:
