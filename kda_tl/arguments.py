@@ -86,7 +86,12 @@ def check_tensors(a: dict[str, Any]) -> None:
 
 def needs_gradients(a: dict[str, Any]) -> bool:
     """Whether autograd must record the call."""
-    return torch.is_grad_enabled() and any(a[name] is not None and a[name].requires_grad for name in TENSORS)
+    if torch.is_grad_enabled():
+        for name in TENSORS:
+            x = a[name]
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def find_state_layout(old: bool | None, new: bool) -> bool:

@@ -121,10 +121,15 @@ def _operands(p: Problem, a: dict[str, Any], **more: Tensor) -> dict[str, Any]:
     """The caller's tensors as pipelines take them."""
     tensors: dict[str, Any] = {name: _aligned(a[name]) for name in ("q", "k", "v", "g", "beta")}
     tensors |= {name: _aligned(x) for name, x in more.items()}
-    if not a["q"].is_cuda:  # replays read addresses, for which the batch is flat already
+    parameters = {
+        "A_log": _parameter(a["A_log"]) if p.has_A_log else None,
+        "dt_bias": _parameter(a["dt_bias"]) if p.has_dt_bias else None,
+    }
+    if not a["q"].is_cuda:  # replays read addresses, for which all of this has its shape already
         tensors = {name: x.flatten(0, 1) for name, x in tensors.items()}
-    tensors["A_log"] = _parameter(a["A_log"]).view(p.HV) if p.has_A_log else None
-    tensors["dt_bias"] = _parameter(a["dt_bias"]).view(p.HV, p.K) if p.has_dt_bias else None
+        shapes = {"A_log": (p.HV,), "dt_bias": (p.HV, p.K)}
+        parameters = {name: None if x is None else x.view(shapes[name]) for name, x in parameters.items()}
+    tensors |= parameters
     tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
     return tensors
 
