@@ -21,6 +21,7 @@ from kda_tl.cli._peers import Operator, find_peers
 from kda_tl.device import Device
 from kda_tl.dispatch import prepare
 from kda_tl.errors import CompileError
+from kda_tl.layout import make_layout
 from kda_tl.measure import cuda_graph, summarise, time_host, time_interleaved, time_launch
 from kda_tl.program import Program
 from kda_tl.reference import relative_error
@@ -98,7 +99,7 @@ def _time_stages(
 ) -> tuple[Row, ...]:
     """Every stage by itself, on what the stages before it made."""
     where = torch_device(device)
-    tensors, sizes = operator_tensors(workload, program.plan.BT, where)
+    tensors, sizes = operator_tensors(workload, program.plan.BT, where, segments=program.segments)
     case = Case(problem=workload.problem(), device=device, BT=program.plan.BT, BC=program.plan.BC)
     rows: list[Row] = []
 
@@ -192,9 +193,7 @@ def _least_cost(workload: Workload, device: Device, program: Program) -> Cost:
         moved += call_bytes(forward)
     flops = 0
     for each in programs:
-        bounds, BT = workload.bounds, each.plan.BT
-        NT = sum(-(-(end - start) // BT) for start, end in zip(bounds, bounds[1:], strict=False))
-        sizes = {"tokens": workload.tokens, "NT": NT, "N": len(bounds) - 1}
+        sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.segments).sizes
         flops += sum(kernel.stage.cost(kernel.case, sizes).flops for kernel in each.kernels.values())
     return Cost(bytes=moved, flops=flops)
 

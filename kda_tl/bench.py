@@ -79,13 +79,11 @@ def torch_device(device: Device) -> torch.device:
 
 
 def operator_tensors(
-    workload: Workload, BT: int, device: torch.device, *, seed: int = 0
+    workload: Workload, BT: int, device: torch.device, *, segments: int = 1, seed: int = 0
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """What a pipeline takes, tokens flattened over the batch, and the sizes its kernels are launched with."""
-    layout = make_layout(workload.bounds, BT, device)
-    tables = {"chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
-    sizes = {"tokens": workload.tokens, "NT": layout.NT, "N": layout.N}
-    return _flatten_inputs(workload, device, seed) | tables, sizes
+    layout = make_layout(workload.bounds, BT, device, segments)
+    return _flatten_inputs(workload, device, seed) | layout.tables, layout.sizes
 
 
 def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict[str, Any]:
@@ -123,8 +121,9 @@ def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0)
         CompileError: a stage does not compile.
     """
     twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
-    tensors, sizes = operator_tensors(twin, plan.BT, where, seed=seed)
-    outputs = Program.build(plan, twin.problem(), device).run(tensors, sizes, where)
+    program = Program.build(plan, twin.problem(), device)
+    tensors, sizes = operator_tensors(twin, plan.BT, where, segments=program.segments, seed=seed)
+    outputs = program.run(tensors, sizes, where)
     return check(outputs, _recurrence(twin, where, seed), plan_tolerance(workload, device))
 
 
@@ -162,12 +161,18 @@ def _keep(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) ->
     return cache[key]
 
 
+def _bench_tensors(bench: Bench, workload: Workload) -> tuple[dict[str, Any], dict[str, int]]:
+    """:func:`operator_tensors` of the bench's workload, or of its twin."""
+    where = torch_device(bench.device)
+    return operator_tensors(workload, bench.BT, where, segments=bench.pipeline.segments, seed=bench.seed)
+
+
 def record(bench: Bench) -> tuple[dict[str, Tensors], dict[str, int]]:
     """Inputs of every stage when the default configs run the workload."""
 
     def make() -> tuple[dict[str, Tensors], dict[str, int]]:
         where, case = torch_device(bench.device), bench.case
-        tensors, sizes = operator_tensors(bench.workload, bench.BT, where, seed=bench.seed)
+        tensors, sizes = _bench_tensors(bench, bench.workload)
         recorded: dict[str, Tensors] = {}
 
         def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
@@ -198,7 +203,7 @@ def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, i
     def make() -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
         twin = bench.workload.trimmed(STAGE_CHECK_TOKENS)
         case = replace(bench.case, problem=twin.problem())
-        tensors, sizes = operator_tensors(twin, bench.BT, torch_device(bench.device), seed=bench.seed)
+        tensors, sizes = _bench_tensors(bench, twin)
         judged: dict[str, tuple[Tensors, Tensors]] = {}
 
         def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:

@@ -85,24 +85,21 @@ def _make_ready(
     compute: Compute | None = None
     if program is not None and problem.tokens:
         unwanted = () if a["return_intermediate_states"] else ("h",)
-        compute, tables = _bind(program, problem, bounds, a["q"].device, unwanted)
+        compute, tables = _bind(program, bounds, a["q"].device, unwanted)
         constants |= tables
     return Ready(problem, device, chunk_size, choice, compute, bounds, constants)
 
 
 def _bind(
     program: Program,
-    problem: Problem,
     bounds: tuple[int, ...],
     where: torch.device,
     unwanted: tuple[str, ...] = (),
     kept: tuple[str, ...] = (),
 ) -> tuple[Compute, dict[str, Any]]:
     """A program for the lengths of a call, and the chunk tables it takes."""
-    layout = make_layout(bounds, program.plan.BT, where)
-    sizes = {"tokens": problem.tokens, "NT": layout.NT, "N": layout.N}
-    tables = {"chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
-    return program.bind(sizes, where, unwanted, kept), tables
+    layout = make_layout(bounds, program.plan.BT, where, program.segments)
+    return program.bind(layout.sizes, where, unwanted, kept), layout.tables
 
 
 def token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
@@ -142,7 +139,7 @@ def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
 def run_keeping(ready: Ready, names: tuple[str, ...], a: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
     """:func:`run_forward`, and the factors of these names for the backward."""
     program = build_program(ready.choice.plan, ready.problem.without_lengths(), ready.device)
-    compute, _ = _bind(program, ready.problem, ready.bounds, a["q"].device, kept=names)
+    compute, _ = _bind(program, ready.bounds, a["q"].device, kept=names)
     out = compute(_operands(ready.problem, a) | ready.constants)
     return _view_results(ready, a, out), {name: out[name] for name in names}
 
@@ -233,7 +230,7 @@ def run_backward(
     """
     p, where = replace(ready.problem, direction="bwd", final_state=dht is not None), a["q"].device
     program = build_program(backward.choice.plan, p.without_lengths(), ready.device, resumed=factors is not None)
-    compute, tables = _bind(program, p, ready.bounds, where)
+    compute, tables = _bind(program, ready.bounds, where)
     do = torch.zeros_like(a["v"]) if do is None else do.to(a["v"].dtype)
     tensors = _operands(p, a, do=do) | {"dht": None if dht is None else _aligned(dht.float())}
     # hooks on saved tensors (offloading) may give them back anywhere in memory

@@ -23,7 +23,10 @@ from kda_tl.program import Program
 from kda_tl.stage import BT_CHOICES, Case, Config, Plan
 
 # When nothing is tuned: the first whose stages take the case. Few devices and problems have what the fast ones need.
-DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "staged"), "bwd": ("staged_backward",)}
+DEFAULT_PIPELINES = {
+    "fwd": ("prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16", "staged"),
+    "bwd": ("staged_backward",),
+}
 DEFAULT_BT = 64
 DEFAULT_BC = 16
 

@@ -18,37 +18,93 @@ from kda_tl.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Chunks of a batch.
+    """Chunks of a batch, and the segments that its sequences are cut into.
 
     Attributes:
         chunk_tokens: int32 [NT, 2], first token (flattened over the batch) and token count of each chunk.
         seq_chunks: int32 [N + 1], chunks of sequence n are seq_chunks[n] to seq_chunks[n + 1].
+        segments: int32 [NS, 4], first chunk and chunk count of each segment, the sequence that starts with it or -1,
+            and the sequence that ends with it or -1. Those that end no sequence come first, a sequence's in their
+            order; the others follow, the longest first.
+        seq_segments: int32 [N, 3], of each sequence the first of its segments that do not end it, their count, and
+            the segment that ends it.
+        tokens: number of tokens.
         NT: number of chunks.
         N: number of sequences.
+        NS: number of segments.
+        NC: number of segments that end no sequence, but at least 1: so many rows has what is kept of them.
     """
 
     chunk_tokens: torch.Tensor
     seq_chunks: torch.Tensor
+    segments: torch.Tensor
+    seq_segments: torch.Tensor
+    tokens: int
     NT: int
     N: int
+    NS: int
+    NC: int
+
+    @property
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The tables by the names under which pipelines take them."""
+        names = ("chunk_tokens", "seq_chunks", "segments", "seq_segments")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What kernels are launched with."""
+        return {name: getattr(self, name) for name in ("tokens", "NT", "N", "NS", "NC")}
 
 
 @functools.lru_cache(maxsize=256)
-def make_layout(bounds: tuple[int, ...], BT: int, device: torch.device) -> Layout:
-    """The layout of sequences whose tokens are ``bounds[n]`` to ``bounds[n + 1]``, in chunks of BT tokens."""
+def make_layout(bounds: tuple[int, ...], BT: int, device: torch.device, segments: int = 1) -> Layout:
+    """The layout of sequences whose tokens are ``bounds[n]`` to ``bounds[n + 1]``, in chunks of BT tokens.
+
+    Args:
+        bounds: where sequences begin and end.
+        BT: tokens a chunk.
+        device: where the tables live.
+        segments: that all chunks would make if they were one sequence; no segment is longer than those would be. With
+            1 every sequence stays whole.
+    """
     edges = np.asarray(bounds, dtype=np.int64)
     chunks = -(-np.diff(edges) // BT)
     seq_chunks = np.concatenate([[0], np.cumsum(chunks)])
     sequence = np.repeat(np.arange(len(chunks)), chunks)
     start = edges[sequence] + BT * (np.arange(len(sequence)) - seq_chunks[sequence])
     count = np.minimum(edges[sequence + 1] - start, BT)
-    chunk_tokens = np.stack([start, count], axis=1).astype(np.int32)
+    pieces, seq_segments = _cut_sequences(seq_chunks, segments)
+    tables = {
+        "chunk_tokens": np.stack([start, count], axis=1),
+        "seq_chunks": seq_chunks,
+        "segments": pieces,
+        "seq_segments": seq_segments,
+    }
     return Layout(
-        chunk_tokens=torch.from_numpy(chunk_tokens).to(device),
-        seq_chunks=torch.from_numpy(seq_chunks.astype(np.int32)).to(device),
+        **{name: torch.from_numpy(table.astype(np.int32)).to(device) for name, table in tables.items()},
+        tokens=int(edges[-1]),
         NT=len(sequence),
         N=len(chunks),
+        NS=len(pieces),
+        NC=max(1, len(pieces) - len(chunks)),
     )
+
+
+def _cut_sequences(seq_chunks: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tables ``segments`` and ``seq_segments`` of :class:`Layout`; a sequence's segments differ by at most a chunk."""
+    chunks = np.diff(seq_chunks)
+    longest = max(1, -(-int(seq_chunks[-1]) // segments))
+    counts = np.maximum(1, -(-chunks // longest))
+    sequence = np.repeat(np.arange(len(chunks)), counts)
+    number = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first, end = (seq_chunks[sequence] + at * chunks[sequence] // counts[sequence] for at in (number, number + 1))
+    ends = number == counts[sequence] - 1
+    rows = np.stack([first, end - first, np.where(number, -1, sequence), np.where(ends, sequence, -1)], axis=1)
+    order = np.lexsort((np.where(ends, first - end, 0), ends))
+    last = np.empty(len(chunks), dtype=np.int64)
+    last[sequence[order][ends[order]]] = np.flatnonzero(ends[order])
+    return rows[order], np.stack([np.cumsum(counts - 1) - (counts - 1), counts - 1, last], axis=1)
 
 
 @functools.lru_cache(maxsize=256)

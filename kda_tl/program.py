@@ -27,12 +27,14 @@ class Program:
         problem: what it was built for.
         compute: the pipeline's function.
         kernels: by stage name.
+        segments: that chunks are cut into, see :class:`kda_tl.templates.pipelines.Pipeline`.
     """
 
     plan: Plan
     problem: Problem
     compute: Callable[..., dict[str, Any]]
     kernels: Mapping[str, Kernel]
+    segments: int = 1
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -49,7 +51,7 @@ class Program:
         if resumed and pipeline.resumed is not None:
             pipeline = pipeline.resumed
         kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in pipeline.stages}
-        return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels)
+        return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels, segments=pipeline.segments)
 
     def bind(
         self,
@@ -61,7 +63,7 @@ class Program:
         """The pass for all calls of one size; calling it does not wait for the device.
 
         Args:
-            sizes: tokens, NT and N.
+            sizes: of :class:`kda_tl.layout.Layout`.
             device: where it runs.
             unwanted: results that the caller has no use for.
             kept: outputs of stages that the caller wants beside the results.

@@ -206,8 +206,9 @@ class PlanContest:
 def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> tuple[Callable[[], Any], str]:
     """A launch of the whole plan, on a GPU as a CUDA graph where it can be captured, and which of the two it is."""
     where = torch_device(device)
-    tensors, sizes = operator_tensors(workload, plan.BT, where, seed=seed)
-    launch = functools.partial(Program.build(plan, workload.problem(), device).run, tensors, sizes, where)
+    program = Program.build(plan, workload.problem(), device)
+    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.segments, seed=seed)
+    launch = functools.partial(program.run, tensors, sizes, where)
     if device.kind == "cuda":
         try:
             return cuda_graph(launch), "graph"

@@ -22,9 +22,12 @@ from kda_tl.templates import (
     bwd_wy,
     fwd_gate,
     fwd_intra,
+    fwd_merge,
     fwd_output,
     fwd_prep,
     fwd_recurrence,
+    fwd_resume,
+    fwd_segment,
     fwd_state,
     fwd_wy,
 )
@@ -52,6 +55,8 @@ class Pipeline:
             backward.
         factors: outputs of stages, by name, that a forward can keep for a backward, or that a backward can resume from.
         resumed: the backward without the stages that make the factors: it takes them beside its other tensors.
+        segments: that all chunks of a batch would make if they were one sequence: sequences longer than such a segment
+            are cut. Kernels do not depend on it, only the chunk tables do.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Pipeline:
     compute: Compute
     factors: tuple[str, ...] = ()
     resumed: Pipeline | None = None
+    segments: int = 1
 
 
 def keeping(compute: Compute, names: tuple[str, ...]) -> Compute:
@@ -141,10 +147,9 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     return {"o": o, "ht": ht, "h": h}
 
 
-def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chunk does alone, then what chunks do one after the other: two stages, for Hopper."""
-    chunks = x["chunk_tokens"]
-    A, Aqk, w_neg, qg, kg, decay = run(
+def _prepare_chunks(run: Run, x: Mapping[str, Any]) -> Sequence[Any]:
+    """What a chunk does alone: A, Aqk, w_neg, qg, kg, decay."""
+    return run(
         fwd_prep.STAGE,
         q=x["q"],
         k=x["k"],
@@ -152,10 +157,15 @@ def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         beta=x["beta"],
         A_log=x["A_log"],
         dt_bias=x["dt_bias"],
-        chunk_tokens=chunks,
+        chunk_tokens=x["chunk_tokens"],
         scale=x["scale"],
         lower_bound=x["lower_bound"],
     )
+
+
+def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chunk does alone, then what chunks do one after the other: two stages, for Hopper."""
+    A, Aqk, w_neg, qg, kg, decay = _prepare_chunks(run, x)
     o, ht = run(
         fwd_recurrence.STAGE,
         v=x["v"],
@@ -166,8 +176,36 @@ def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         kg=kg,
         decay=decay,
         h0=x["h0"],
-        seq_chunks=x["seq_chunks"],
-        chunk_tokens=chunks,
+        segments=x["segments"],
+        chunk_tokens=x["chunk_tokens"],
+    )
+    return {"o": o, "ht": ht, "h": None}
+
+
+def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with sequences cut into segments side by side: their effect, the states between them, their outputs."""
+    A, Aqk, w_neg, qg, kg, decay = _prepare_chunks(run, x)
+    tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
+    local, transition = run(fwd_segment.STAGE, v=x["v"], A=A, w_neg=w_neg, kg=kg, decay=decay, **tables)
+    (starts,) = run(
+        fwd_merge.STAGE,
+        local=local,
+        transition=transition,
+        h0=x["h0"],
+        seq_segments=x["seq_segments"],
+    )
+    del local, transition
+    o, ht = run(
+        fwd_resume.STAGE,
+        v=x["v"],
+        A=A,
+        Aqk=Aqk,
+        w_neg=w_neg,
+        qg=qg,
+        kg=kg,
+        decay=decay,
+        starts=starts,
+        **tables,
     )
     return {"o": o, "ht": ht, "h": None}
 
@@ -288,6 +326,19 @@ _GRADIENTS = (
     bwd_qk.STAGE,
     bwd_reduce.STAGE,
 )
+
+
+def _cut_pipeline(segments: int) -> Pipeline:
+    """The pipeline that cuts so many segments."""
+    return Pipeline(
+        name=f"prep_segments_{segments}",
+        direction="fwd",
+        stages=(fwd_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE, fwd_resume.STAGE),
+        compute=prep_segments,
+        segments=segments,
+    )
+
+
 PIPELINES: dict[str, Pipeline] = {
     "staged": Pipeline(
         name="staged",
@@ -302,6 +353,7 @@ PIPELINES: dict[str, Pipeline] = {
         stages=(fwd_prep.STAGE, fwd_recurrence.STAGE),
         compute=prep_recurrence,
     ),
+    **{pipeline.name: pipeline for pipeline in map(_cut_pipeline, (4, 8, 16))},
     "staged_backward": Pipeline(
         name="staged_backward",
         direction="bwd",

@@ -98,10 +98,9 @@ class Call:
         """The stages' case."""
         return Case(problem=self.problem, device=device, BT=BT, BC=BC)
 
-    def tensors(self, BT: int) -> dict[str, Any]:
-        """The pipeline's inputs for chunks of BT tokens."""
-        layout = make_layout(self.bounds, BT, self.x["q"].device)
-        return {**self.x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+    def tensors(self, BT: int, segments: int = 1) -> dict[str, Any]:
+        """The inputs of a pipeline that cuts so many segments, for chunks of BT tokens."""
+        return {**self.x, **make_layout(self.bounds, BT, self.x["q"].device, segments).tables}
 
     def scan(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The recurrence over some tokens of one sequence, from a state [1, HV, ...] or None."""

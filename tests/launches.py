@@ -86,10 +86,9 @@ def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) 
     return {name: relative_error(outputs[name], expected[name]) for name in expected}
 
 
-def sizes_of(call: Call, BT: int) -> dict[str, int]:
+def sizes_of(call: Call, BT: int, segments: int = 1) -> dict[str, int]:
     """Run-time dimensions of a call."""
-    layout = make_layout(call.bounds, BT, torch.device("cpu"))
-    return {"tokens": call.problem.tokens, "NT": layout.NT, "N": layout.N}
+    return make_layout(call.bounds, BT, torch.device("cpu"), segments).sizes
 
 
 def inspect_job(job: tuple[str, Case]) -> tuple[str, dict[str, Any]]:

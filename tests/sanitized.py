@@ -56,7 +56,7 @@ def launches(problem: Problem, seed: int) -> list[Launch]:
     for pipeline in PIPELINES.values():
         call = draw_backward(forward, seed) if pipeline.direction == "bwd" else forward
         case = Case(problem=call.problem, device=device, BT=plan.BT, BC=plan.BC)
-        for stage, inputs in run_references(pipeline, case, call.tensors(plan.BT))[1]:
+        for stage, inputs in run_references(pipeline, case, call.tensors(plan.BT, pipeline.segments))[1]:
             if stage.name in seen:  # the backward runs stages of the forward too
                 continue
             seen.add(stage.name)
@@ -67,7 +67,7 @@ def launches(problem: Problem, seed: int) -> list[Launch]:
             rng.shuffle(others)
             others.sort(key=lambda config: words(config) == words(default))  # first what takes another way
             for config in (default, *others[:2]):
-                found.append(Launch(stage, case, config, inputs, sizes_of(call, plan.BT)))
+                found.append(Launch(stage, case, config, inputs, sizes_of(call, plan.BT, pipeline.segments)))
     return found
 
 

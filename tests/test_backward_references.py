@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import F64, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem
-from launches import run_references
+from launches import run_references, sizes_of
 
 from kda_tl.device import cpu_device
 from kda_tl.problem import BETAS, GATES
@@ -45,7 +45,7 @@ def assert_declared(call: Call, BT: int, stage: Stage, inputs: dict[str, Any]) -
     """Inputs and outputs exist and have the shapes that the stage declares; rows past the end and padding are zero."""
     case, tensors = call.case(CPU, BT, 16), call.tensors(BT)
     p, count = call.problem, tensors["chunk_tokens"][:, 1]
-    sizes = {**static_sizes(case), "tokens": p.tokens, "NT": len(count), "N": p.sequences}
+    sizes = {**static_sizes(case), **sizes_of(call, BT)}
     outputs = stage.reference(case, **inputs)
     past = (torch.arange(BT) >= count[:, None])[:, None, :].expand(-1, p.HV, -1)
     for name, text in {**stage.inputs, **stage.outputs}.items():

@@ -171,12 +171,12 @@ def check_stage(stage: Stage, name: str, config: Config, seed: int) -> None:
     if pipeline.direction == "bwd":
         call = draw_backward(call, seed)
     case = replace(case, problem=call.problem)
-    _, records = run_references(pipeline, case, call.tensors(case.BT))
+    _, records = run_references(pipeline, case, call.tensors(case.BT, pipeline.segments))
     inputs = next((inputs for recorded, inputs in records if recorded.name == stage.name), None)
     if inputs is None:
         assert stage.name == "bwd_reduce" and call.problem.gate == "log", "only this stage may be left out"
         return
-    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, case.BT))
+    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, case.BT, pipeline.segments))
     assert max(errors.values()) < stage.tolerance[call.problem.dtype], f"{errors} {config}"
 
 

@@ -107,15 +107,15 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
         calls = [draw_call(problem, lengths, seed + 2 * n + i) for i in range(2)]
         if pipeline.direction == "bwd":
             calls = [draw_backward(call, seed) for call in calls]
-        layout = make_layout(bounds_of(lengths), BT, WHERE)
-        sizes = {"tokens": sum(lengths), "NT": layout.NT, "N": layout.N}
+        layout = make_layout(bounds_of(lengths), BT, WHERE, pipeline.segments)
+        sizes = layout.sizes
         case = calls[0].case(CPU, BT, 16)
         kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
         unwanted = rng.choice(((), ("h",), ("dv", "dg")))
         play = Replay(record(pipeline.compute, kernels, sizes), WHERE, unwanted)
         for scale, call in zip((0.5, 2.0), calls, strict=True):
             x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
-            x = {**x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks, "scale": scale}
+            x = {**x, **layout.tables, "scale": scale}
             expected, _ = run_references(pipeline, case, x)
             results = play(x)
             assert set(results) == set(expected)
@@ -134,11 +134,11 @@ def test_kept_factors_resume_the_backward(seed: int) -> None:
     for n in range(4):
         call = draw_backward(draw_call(draw_problem(rng), draw_lengths(rng), seed + n), seed)
         layout = make_layout(call.bounds, 32, WHERE)
-        sizes = {"tokens": call.problem.tokens, "NT": layout.NT, "N": layout.N}
+        sizes = layout.sizes
         stages = (*forward.stages, *backward.stages)
         kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 32, 16), sizes) for s in stages}
         x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
-        x = {**x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks}
+        x = {**x, **layout.tables}
         plain = Replay(record(forward.compute, kernels, sizes), WHERE, ("h",))
         keep = Replay(record(keeping(forward.compute, FACTORS), kernels, sizes), WHERE)
         assert keep.workspace_bytes == 0 < plain.workspace_bytes
@@ -155,7 +155,7 @@ def test_unwanted_results_die_as_intermediates(seed: int) -> None:
     """Keeping factors possible costs a call that keeps none no byte: its workspace holds what lives together."""
     call = draw_call(replace(draw_problem(random.Random(seed)), l2norm=True), (200,), seed)
     layout = make_layout(call.bounds, 64, WHERE)
-    sizes = {"tokens": 200, "NT": layout.NT, "N": layout.N}
+    sizes = layout.sizes
     pipeline = PIPELINES["staged"]
     kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
     kept = Replay(record(keeping(pipeline.compute, FACTORS), kernels, sizes), WHERE, FACTORS)
@@ -226,13 +226,13 @@ def test_a_refused_launch_says_why(seed: int) -> None:
     pipeline = PIPELINES["staged"]
     call = draw_call(draw_problem(random.Random(seed), rank=1), (70,), seed)
     layout = make_layout(call.bounds, 64, WHERE)
-    sizes = {"tokens": 70, "NT": layout.NT, "N": layout.N}
+    sizes = layout.sizes
     kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
     kernels["fwd_wy"].function = HostFunction(refuse)
     play = Replay(record(pipeline.compute, kernels, sizes), WHERE)
     x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
     with pytest.raises(LaunchError, match="fwd_wy was not launched: no room for 12 tensors"):
-        play({**x, "chunk_tokens": layout.chunk_tokens, "seq_chunks": layout.seq_chunks})
+        play({**x, **layout.tables})
 
 
 def test_threads_take_turns() -> None:

@@ -41,10 +41,11 @@ def test_stages_of_every_pipeline_are_compiled(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(static, "map_pool", compile_none)
     workload = Workload(name="w", T=1024, H=8)
     assert compile_static(workload, known_device("nvidia_h200"), budget=1) == ()
-    assert asked == ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output", "fwd_prep", "fwd_recurrence"]
+    staged = ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output"]
+    assert asked == [*staged, "fwd_prep", "fwd_recurrence", "fwd_segment", "fwd_merge", "fwd_resume"]
     asked.clear()
     compile_static(workload, cpu_device(), budget=1)
-    assert asked == ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output"]
+    assert asked == [*staged, "fwd_merge"]
 
 
 def test_resources_are_read_from_an_embedded_cubin() -> None:

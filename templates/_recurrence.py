@@ -1,0 +1,245 @@
+"""Recurrence on Hopper: what the stages share that walk chunks with the transposed state in registers.
+
+A warp keeps chunks coming through the tensor memory accelerator, one or two warpgroups multiply.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.stage import Case, Config, Cost, axis
+from kda_tl.templates._chunks import join_chunks, split_chunks
+from kda_tl.templates._tile import TL_DTYPE
+
+WARPGROUP = 128
+PRODUCER = 32  # threads of the warp that loads
+REGISTERS = 240  # a multiplying thread's: with its group's loader at 24, what a multiprocessor has
+LOADER_REGISTERS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceConfig(Config):
+    """BV: rows of the transposed state a block owns, 64 a warpgroup that multiplies; num_stages: chunks loaded ahead."""
+
+    BV: int = axis(64, 64, 128)
+    num_stages: int = axis(2, 2, 3)
+
+    def reject(self, case: Case) -> str | None:
+        """Hopper, 16-bit operands, dimensions in whole tiles of the matrix unit, and shared memory."""
+        p = case.problem
+        if case.device.sm != 90:
+            return f"its products are instructions of sm_90, the device is {case.device.arch}"
+        if p.intermediate_states:
+            return "the states between chunks stay in registers: it cannot return them"
+        if case.BT != 64:
+            return f"it is written for BT=64, not BT={case.BT}"
+        if p.dtype == "fp32":
+            return "fp32 operands are refused: the matrix unit would round them to tf32"
+        if p.KP not in (64, 128):
+            return f"K={p.K} is not 64 or 128 channels, which its tiles are"
+        if p.V % self.BV:
+            return f"BV={self.BV} does not divide V={p.V}"
+        smem = self.smem_bytes(case)
+        if smem > case.device.smem_bytes:
+            return f"BV={self.BV}, num_stages={self.num_stages} need {smem} bytes of {case.device.smem_bytes} shared"
+        return None
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return WARPGROUP * self.BV // 64
+
+    def smem_bytes(self, case: Case) -> int:
+        """The tiles of every stage, the output's, and two barriers a stage."""
+        BT, KP = case.BT, case.problem.KP
+        stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 16
+        return self.num_stages * stage + BT * self.BV * 2
+
+
+def walk_reference(
+    values: torch.Tensor, state: torch.Tensor, first: int, count: int, factors: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The transposed state [HV, rows, KP] after ``count`` chunks; and their outputs, if the factors are those of one.
+
+    Args:
+        values: [NT, HV, BT, rows], in the dtype of the state.
+        state: before the first chunk.
+        first: the first chunk.
+        count: of chunks.
+        factors: what prep made, by name.
+    """
+    outputs = []
+    for t in range(first, first + count):
+        x = {name: factor[t].to(state.dtype) for name, factor in factors.items()}
+        v_new = x["A"] @ values[t] + x["w_neg"] @ state.mT
+        if "qg" in x:
+            outputs.append(x["qg"] @ state.mT + x["Aqk"] @ v_new)
+        state = state * x["decay"][:, None] + v_new.mT @ x["kg"]
+    return state, outputs
+
+
+def recurrence_reference(
+    case: Case,
+    starts: Sequence[torch.Tensor],
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+    factors: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Output and final states of segments that start from given states [HV, V, KP], in the dtype of these."""
+    p, rows = case.problem, segments.tolist()
+    dtype = factors["decay"].dtype
+    values = split_chunks(v.to(dtype), chunk_tokens, case.BT)
+    outputs, ht = values.clone(), {}
+    for start, (first, count, _, ends) in zip(starts, rows, strict=True):
+        state, tiles = walk_reference(values, start, first, count, factors)
+        for t, tile in enumerate(tiles, first):
+            outputs[t] = tile
+        if ends >= 0:
+            ht[ends] = state[..., : p.K] if p.state_v_first else state[..., : p.K].mT
+    found = {"o": join_chunks(outputs, chunk_tokens, v.shape[0], p.V)}
+    return found | ({"ht": torch.stack([ht[n] for n in sorted(ht)])} if p.final_state else {})
+
+
+def read_state(case: Case, h0: torch.Tensor | None, n: int, like: torch.Tensor) -> torch.Tensor:
+    """The transposed state [HV, V, KP] that a sequence starts from, of the dtype and on the device of ``like``."""
+    p = case.problem
+    if h0 is None:
+        return like.new_zeros((p.HV, p.V, p.KP))
+    given = h0[n] if p.state_v_first else h0[n].mT
+    return torch.nn.functional.pad(given.to(like.dtype), (0, p.KP - p.K))
+
+
+@T.macro
+def load_values(v, v_shared, ready, slot, first, end, i_h, v0):
+    """Values of a chunk to shared memory by one warp, zeros past the sequence's end."""
+    _, BT, BV = v_shared.shape
+    if first + BT <= end:
+        T.tma_copy(v[first : first + BT, i_h, v0 : v0 + BV], v_shared[slot, :, :], barrier=ready[slot])
+    else:  # rows of the next sequence would enter as 0 * v, and may be infinite
+        for i, j in T.Parallel(BT, BV):
+            v_shared[slot, i, j] = T.if_then_else(first + i < end, v[first + i, i_h, v0 + j], 0)
+        T.fence_proxy_async()
+
+
+def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> Any:
+    """A macro: one thread block takes a segment, a value head and BV channels, chunks in order.
+
+    Args:
+        case: what it is built for.
+        config: of the stage.
+        load_state: macro of the fragment to fill, the tensor of states, the segment, its row of ``segments`` and the
+            block's head and first channel.
+    """
+    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
+    HV, K, KP, VB = p.HV, p.K, p.KP, p.V // config.BV
+    io, f32 = TL_DTYPE[p.dtype], "float32"
+    consumers = config.consumers
+    rows = T.GemmWarpPolicy.FullRow
+
+    @T.macro
+    def recur(i_block, v, A, Aqk, w_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht):
+        i_s = i_block // (HV * VB)
+        i_h = i_block // VB % HV
+        v0 = i_block % VB * BV
+        first = segments[i_s, 0]
+        chunks = segments[i_s, 1]
+        start = T.alloc_var("int32")
+        end = T.alloc_var("int32")
+        start = 0
+        end = 0
+        if chunks > 0:
+            start = chunk_tokens[first, 0]
+            end = chunk_tokens[first + chunks - 1, 0] + chunk_tokens[first + chunks - 1, 1]
+        v_shared = T.alloc_shared((stages, BT, BV), io)
+        A_shared = T.alloc_shared((stages, BT, BT), io)
+        w_shared = T.alloc_shared((stages, BT, KP), io)
+        q_shared = T.alloc_shared((stages, BT, KP), io)
+        Aqk_shared = T.alloc_shared((stages, BT, BT), io)
+        k_shared = T.alloc_shared((stages, BT, KP), io)
+        decay_shared = T.alloc_shared((stages, KP), f32)
+        o_shared = T.alloc_shared((BT, BV), io)
+        state = T.alloc_fragment((BV, KP), f32)
+        state_io = T.alloc_fragment((BV, KP), io)
+        value = T.alloc_fragment((BV, BT), f32)
+        value_io = T.alloc_fragment((BV, BT), io)
+        output = T.alloc_fragment((BV, BT), f32)
+        ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+        free = T.alloc_barrier(arrive_count=[consumers] * stages)
+        thread = T.get_thread_binding()
+
+        if thread < consumers:
+            T.set_max_nreg(REGISTERS, 1)
+            load_state(state, states, i_s, segments, i_h, v0)
+            T.copy(state, state_io)
+            for c in T.serial(chunks):
+                slot = c % stages
+                T.barrier_wait(ready[slot], c // stages % 2)
+                T.wgmma_gemm(
+                    v_shared[slot, :, :],
+                    A_shared[slot, :, :],
+                    value,
+                    transpose_A=True,
+                    transpose_B=True,
+                    clear_accum=True,
+                    policy=rows,
+                )
+                T.wgmma_gemm(state_io, w_shared[slot, :, :], value, transpose_B=True, policy=rows)
+                T.wgmma_gemm(state_io, q_shared[slot, :, :], output, transpose_B=True, clear_accum=True, policy=rows)
+                for i, j in T.Parallel(BV, KP):
+                    state[i, j] = state[i, j] * decay_shared[slot, j]
+                T.wait_wgmma(1)
+                T.warpgroup_fence_operand(value, num_regs=BT // 2)
+                T.copy(value, value_io)
+                T.wgmma_gemm(value_io, k_shared[slot, :, :], state, policy=rows)
+                T.wgmma_gemm(value_io, Aqk_shared[slot, :, :], output, transpose_B=True, policy=rows)
+                # Products may not stay under way across the loop's end: ptxas (CUDA 13.0) then waits after every
+                # single one, 200 -> 268 us (B1 T8192 H64, H200).
+                T.wait_wgmma(1)
+                T.warpgroup_fence_operand(state, num_regs=KP // 2)
+                T.copy(state, state_io)
+                T.wait_wgmma(0)
+                T.warpgroup_fence_operand(output, num_regs=BT // 2)
+                T.barrier_arrive(free[slot])
+                for i, j in T.Parallel(BV, BT):
+                    o_shared[j, i] = T.cast(output[i, j], io)
+                for i, j in T.Parallel(BT, BV):
+                    if start + c * BT + i < end:
+                        o[start + c * BT + i, i_h, v0 + j] = o_shared[i, j]
+            if p.final_state:
+                ends = segments[i_s, 3]
+                for i, j in T.Parallel(BV, KP):
+                    if (ends >= 0) & (j < K):
+                        if p.state_v_first:
+                            ht[ends, i_h, v0 + i, j] = state[i, j]
+                        else:
+                            ht[ends, i_h, j, v0 + i] = state[i, j]
+        else:
+            T.set_max_nreg(LOADER_REGISTERS, 0)
+            if thread < consumers + PRODUCER:
+                for c in T.serial(chunks):
+                    slot = c % stages
+                    i_t = first + c
+                    T.barrier_wait(free[slot], (c // stages + 1) % 2)
+                    T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
+                    load_values(v, v_shared, ready, slot, start + c * BT, end, i_h, v0)
+                    T.tma_copy(w_neg[i_t, i_h, :, :], w_shared[slot, :, :], barrier=ready[slot])
+                    T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
+                    T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
+                    T.tma_copy(Aqk[i_t, i_h, :, :], Aqk_shared[slot, :, :], barrier=ready[slot])
+                    T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
+                    T.barrier_arrive(ready[slot])
+
+    return recur
+
+
+def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:
+    """v and what prep made in, o out, and some elements of states in fp32; five products a chunk."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT + 3 * p.KP) * io + p.KP * 4)
+    return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 2 * BT))
