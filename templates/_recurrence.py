@@ -22,7 +22,7 @@ LOADER_REGISTERS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrenceConfig(Config):
-    """BV: rows of the transposed state a block owns, 64 a warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    """BV: rows of the transposed state a block owns, 64 a multiplying warpgroup; num_stages: chunks loaded ahead."""
 
     BV: int = axis(64, 64, 128)
     num_stages: int = axis(2, 2, 3)

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_call
+from cases import Call, draw_backward, draw_call
+from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
 from kda_tl.chunk import chunk_kda
 from kda_tl.db import Entry, sources
 from kda_tl.device import Device, cuda_device
 from kda_tl.dispatch import default_plan, numerics_class, parse_plan, pipeline_defaults
+from kda_tl.errors import CompileError
 from kda_tl.isolate import WorkerFailure, map_pool
+from kda_tl.kernel import compile_stage
 from kda_tl.problem import Problem
-from kda_tl.stage import Case, Config, Plan
+from kda_tl.stage import Case, Config, Plan, Stage
 from kda_tl.templates.pipelines import PIPELINES, Pipeline
 
 # bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest
@@ -69,14 +73,16 @@ SPECIALISED = {
     "bf16-softplus-K100-V60-H4": make(64, 4, 4, 100, 60, gate="softplus"),
     "fp32-log-K32-V32-H4-BT32": make(32, 4, 4, 32, 32, **LOG, dtype="fp32"),
 }
-# The same for the pipeline that only Hopper runs
-HOPPER = {
+# The same for the pipelines that only Hopper runs: with sequences whole, and cut into segments
+WHOLE = {
     "prep-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
     "prep-softplus-K128-V128-GVA-vk": make(64, 2, 4, 128, 128, gate="softplus", state_v_first=True),
     "prep-log-K64-V64-bare": SPECIALISED["bf16-log-K64-V64-bare"],
     "prep-safe-K100-V192": make(64, 2, 4, 100, 192, gate="safe", has_A_log=False, has_dt_bias=False, beta="sigmoid2"),
     "prep-log-K128-V64-H4": make(64, 4, 4, 128, 64, **LOG, g_dtype="fp32"),
 }
+CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items()}
+HOPPER = WHOLE | CUT
 FORWARD = SPECIALISED | HOPPER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
@@ -97,15 +103,22 @@ def plan_of(problem: Problem, BT: int) -> Plan:
     return default_plan(problem, device(), BT=BT, pipelines=pipelines[problem.direction])
 
 
-def hopper_plan(problem: Problem) -> Plan:
-    """The default of the pipeline that only Hopper runs."""
-    return pipeline_defaults("prep_recurrence", Case(problem=problem, device=device(), BT=64, BC=16))
+def hopper_plan(problem: Problem, pipeline: str = "prep_recurrence") -> Plan:
+    """The default of a pipeline that only Hopper runs."""
+    return pipeline_defaults(pipeline, Case(problem=problem, device=device(), BT=64, BC=16))
+
+
+def cut_plan(problem: Problem) -> Plan:
+    """The default of one that cuts sequences; its kernels are those of the others that do."""
+    return hopper_plan(problem, "prep_segments_8")
 
 
 def plan_named(name: str) -> Plan:
     """What runs a specialisation."""
     BT, problem = FORWARD[name]
-    return hopper_plan(problem) if name in HOPPER else plan_of(problem, BT)
+    if name in CUT:
+        return cut_plan(problem)
+    return hopper_plan(problem) if name in WHOLE else plan_of(problem, BT)
 
 
 def case_of(problem: Problem, plan: Plan) -> Case:
@@ -196,12 +209,12 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for name in OTHERS:
         for stage_name in templates.names():
             wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
-    for first in (plan_of(MAIN, BT), hopper_plan(MAIN)):
+    for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
         for plan in (first, *equal_plans(first)):
             wanted += jobs_of(MAIN, plan)
     for tokens, problem in FORWARD.values():
-        jobs = jobs_of(problem, hopper_plan(problem)) if tokens == 64 else []
-        wanted += [job for job in jobs if job[2].reject(job[1]) is None]
+        for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
+            wanted += [job for job in jobs_of(problem, plan) if job[2].reject(job[1]) is None]
     for _, problem, plan in shipped():
         wanted += jobs_of(problem, plan)
     jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
@@ -230,3 +243,30 @@ def assert_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> None
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} elements differ"
+
+
+def check_stage(
+    stage: Stage,
+    name: str,
+    config: Config,
+    seed: int,
+    pipeline: Pipeline | None = None,
+    lengths: tuple[int, ...] = PACKED,
+) -> None:
+    """A kernel against its reference, on what the references of the stages before it made."""
+    case = stage_case(stage.name, name)
+    if next(stage.candidates(case), None) is None:
+        with pytest.raises(CompileError, match=re.escape(config.reject(case) or "")):
+            compile_stage(stage, case, config)
+        return
+    call, pipeline = draw(name, lengths, seed, varlen=True), pipeline or pipeline_of(stage.name)
+    if pipeline.direction == "bwd":
+        call = draw_backward(call, seed)
+    case = replace(case, problem=call.problem)
+    _, records = run_references(pipeline, case, call.tensors(case.BT, pipeline.segments))
+    inputs = next((inputs for recorded, inputs in records if recorded.name == stage.name), None)
+    if inputs is None:
+        assert stage.name == "bwd_reduce" and call.problem.gate == "log", "only this stage may be left out"
+        return
+    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, case.BT, pipeline.segments))
+    assert max(errors.values()) < stage.tolerance[call.problem.dtype], f"{errors} {config}"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_backward, draw_call, misalign, operator_arguments, scatter, widen
+from cases import Call, draw_call, misalign, operator_arguments, scatter, widen
 from gpu_cases import (
     BT,
     DECAYS,
@@ -27,7 +25,9 @@ from gpu_cases import (
     TOLERANCE,
     WIDE,
     assert_same_bits,
+    check_stage,
     compile_all,
+    cut_plan,
     device,
     draw,
     equal_plans,
@@ -35,23 +35,20 @@ from gpu_cases import (
     hopper_plan,
     other_configs,
     outputs,
-    pipeline_of,
     plan_named,
     plan_of,
     shipped,
     specialised,
     stage_case,
 )
-from launches import run_references, sizes_of, stage_errors
 
 import kda_tl
 from kda_tl import templates
 from kda_tl.chunk import chunk_kda, explain
 from kda_tl.dispatch import choose
-from kda_tl.errors import CompileError, InputError
-from kda_tl.kernel import compile_stage
+from kda_tl.errors import InputError
 from kda_tl.reference import relative_error
-from kda_tl.stage import Config, Stage
+from kda_tl.stage import Stage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 
@@ -61,6 +58,7 @@ STRIDED = (
     "bf16-softplus-K60-V100-GVA-vk",
     "fp32-safe-K60-V100-BT16",
     "prep-safe-K100-V192",
+    "cut-safe-K100-V192",
 )
 LIMITED = (
     "bf16-safe-K128-V128",
@@ -69,6 +67,9 @@ LIMITED = (
     "prep-safe-K128-V128",
     "prep-softplus-K128-V128-GVA-vk",
     "prep-log-K128-V64-H4",
+    "cut-safe-K128-V128",
+    "cut-softplus-K128-V128-GVA-vk",
+    "cut-log-K128-V64-H4",
 )
 
 
@@ -161,25 +162,6 @@ def test_nan_in_the_gate_propagates(name: str, seed: int) -> None:
 # Stages
 
 
-def check_stage(stage: Stage, name: str, config: Config, seed: int) -> None:
-    case = stage_case(stage.name, name)
-    if next(stage.candidates(case), None) is None:
-        with pytest.raises(CompileError, match=re.escape(config.reject(case) or "")):
-            compile_stage(stage, case, config)
-        return
-    call, pipeline = draw(name, PACKED, seed, varlen=True), pipeline_of(stage.name)
-    if pipeline.direction == "bwd":
-        call = draw_backward(call, seed)
-    case = replace(case, problem=call.problem)
-    _, records = run_references(pipeline, case, call.tensors(case.BT, pipeline.segments))
-    inputs = next((inputs for recorded, inputs in records if recorded.name == stage.name), None)
-    if inputs is None:
-        assert stage.name == "bwd_reduce" and call.problem.gate == "log", "only this stage may be left out"
-        return
-    errors = stage_errors(compile_stage(stage, case, config), inputs, sizes_of(call, case.BT, pipeline.segments))
-    assert max(errors.values()) < stage.tolerance[call.problem.dtype], f"{errors} {config}"
-
-
 stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
 
 
@@ -212,7 +194,7 @@ def test_two_runs_give_the_same_bits(name: str, seed: int) -> None:
 def test_plans_of_one_numerics_class_give_the_same_bits(seed: int) -> None:
     call = draw("bf16-safe-K128-V128", (333, 1, 200, 64), seed, varlen=True)
     arguments = operator_arguments(call)
-    for first in (plan_of(MAIN, BT), hopper_plan(MAIN)):
+    for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
         with kda_tl.pin(first):
             expected = outputs(arguments)
         for plan in equal_plans(first):
@@ -258,7 +240,14 @@ def test_offsets_pass_2_to_the_31() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare", "prep-safe-K128-V128")
+    "name",
+    (
+        "bf16-safe-K128-V128",
+        "bf16-softplus-K60-V100-GVA-vk",
+        "bf16-log-K64-V64-bare",
+        "prep-safe-K128-V128",
+        "cut-safe-K128-V128",
+    ),
 )
 def test_graph_replays_on_new_values(name: str, seed: int) -> None:
     BT, _ = FORWARD[name]
@@ -278,7 +267,9 @@ def test_graph_replays_on_new_values(name: str, seed: int) -> None:
         assert_same_bits(captured, truth)
 
 
-@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "prep-safe-K128-V128"))
+@pytest.mark.parametrize(
+    "name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "prep-safe-K128-V128", "cut-safe-K128-V128")
+)
 def test_work_is_put_on_the_current_stream(name: str, seed: int) -> None:
     """Inputs arrive late on another stream: kernels on any but that stream would read NaN."""
     BT, _ = FORWARD[name]
