@@ -5,7 +5,8 @@
 In X = S^T this is affine: S_end^T = S_start^T transition + local. X = 0 walks to local; without values, X = I walks to
 transition, whose row r is what becomes of a state that is the unit vector r. Exact for any gate, and no chunk waits for
 an earlier segment. Rows of X never meet, so a thread block owns some of either. The segments that end their sequence
-are not walked: nothing starts from their end.
+are not walked, nothing starts from their end; nor is a transition where a sequence starts from zero. What is not
+walked is zero.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the affine form is derived above.
 """
 
@@ -59,13 +60,14 @@ def reference(
     values = split_chunks(v.to(decay.dtype), chunk_tokens, case.BT, width=p.VP)
     nothing = values.new_zeros((*values.shape[:3], p.KP))
     zero = decay.new_zeros((p.HV, p.VP, p.KP))
-    unit = torch.eye(p.KP, dtype=decay.dtype, device=decay.device).expand(p.HV, -1, -1)
+    unit = torch.eye(p.KP, dtype=decay.dtype, device=decay.device).expand(p.HV, -1, -1).clone()
+    unit[:, p.K :] = 0
     local, transition = [], []
     for first, count, begins, ends in [row for row in rows if row[3] < 0] or rows[:1]:
-        count = 0 if ends >= 0 else count
-        local.append(walk_reference(values, zero, first, count, factors)[0])
-        walked = 0 if begins >= 0 and not p.initial_state else count
-        transition.append(walk_reference(nothing, unit, first, walked, factors)[0])
+        cut, from_zero = ends < 0, begins >= 0 and not p.initial_state
+        local.append(walk_reference(values, zero, first, count, factors)[0] if cut else zero)
+        walked = cut and not from_zero
+        transition.append(walk_reference(nothing, unit, first, count, factors)[0] if walked else 0 * unit)
     return {"local": torch.stack(local), "transition": torch.stack(transition)}
 
 
@@ -95,7 +97,7 @@ class FwdSegmentConfig(RecurrenceConfig):
 def build(case: Case, config: FwdSegmentConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BV rows of local or transition), chunks in order."""
     p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
-    HV, KP = p.HV, p.KP
+    HV, K, KP = p.HV, p.K, p.KP
     VB, KB = p.VP // BV, KP // BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
     consumers = config.consumers
@@ -127,7 +129,6 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             chunks = 0
             start = 0
             end = 0
-            # A sequence that starts from zero needs no transition of its first segment: any matrix will do.
             if (segments[i_s, 3] < 0) & ((i_b < VB) | p.initial_state | (segments[i_s, 2] < 0)):
                 chunks = segments[i_s, 1]
             if chunks > 0:
@@ -149,7 +150,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
                 for i, j in T.Parallel(BV, KP):  # of local, k0 is negative: no element is 1
-                    state[i, j] = T.if_then_else(k0 + i == j, 1.0, 0.0)
+                    state[i, j] = T.if_then_else((k0 + i == j) & (j < K) & (chunks > 0), 1.0, 0.0)
                 T.copy(state, state_io)
                 for c in T.serial(chunks):
                     slot = c % stages
