@@ -243,7 +243,8 @@ def check_kernel(kernel: Kernel, bench: Bench, tolerance: float) -> float:
         if output is not None and output.is_floating_point():
             output.fill_(float("nan"))
     kernel.launch(operands, outputs, where)
-    return check(dict(zip(kernel.stage.outputs, outputs, strict=True)), expected, tolerance)
+    named = dict(zip(kernel.stage.outputs, outputs, strict=True))
+    return check(named, expected, tolerance, kernel.stage.weightless)
 
 
 def stage_launch(kernel: Kernel, bench: Bench) -> Callable[[], Any]:

@@ -26,13 +26,19 @@ _CPU_FLUSH_BYTES = 32 << 20
 _RESAMPLES = 2000
 
 
-def check(outputs: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor], tolerance: float) -> float:
+def check(
+    outputs: Mapping[str, torch.Tensor | None],
+    expected: Mapping[str, torch.Tensor],
+    tolerance: float,
+    weightless: Mapping[str, float] | None = None,
+) -> float:
     """Compares every expected tensor with the output of its name.
 
     Args:
         outputs: what was computed.
         expected: what the reference gives.
         tolerance: largest relative error (norm of the difference over norm) a tensor may have.
+        weightless: root mean squares below which a tensor's error is taken relative to this.
 
     Returns:
         The largest relative error.
@@ -43,7 +49,7 @@ def check(outputs: Mapping[str, torch.Tensor | None], expected: Mapping[str, tor
     errors = {}
     for name, truth in expected.items():
         output = outputs.get(name)
-        errors[name] = math.inf if output is None else relative_error(output, truth)
+        errors[name] = math.inf if output is None else relative_error(output, truth) * _weight(truth, weightless, name)
     worst = max(errors, key=errors.__getitem__, default=None)
     if worst is None:
         return 0.0
@@ -52,6 +58,13 @@ def check(outputs: Mapping[str, torch.Tensor | None], expected: Mapping[str, tor
             f"{worst} is off by {errors[worst]:.2g} relative to the reference, over {tolerance:.2g}."
         )
     return errors[worst]
+
+
+def _weight(truth: torch.Tensor, weightless: Mapping[str, float] | None, name: str) -> float:
+    """What a relative error counts."""
+    least = (weightless or {}).get(name, 0.0) * math.sqrt(truth.numel())
+    length = float(torch.linalg.vector_norm(truth.double()))
+    return min(1.0, (length or 1.0) / least) if least else 1.0
 
 
 def time_launch(launch: Launch, device: torch.device, *, reps: int, warmup: int = 1, flush: bool = True) -> list[float]:

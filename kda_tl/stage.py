@@ -178,6 +178,8 @@ class Stage:
         default: ``case -> config`` when nothing is tuned.
         cost: ``(case, sizes) -> Cost`` with sizes holding tokens, NT and N as well.
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
+        weightless: root mean square of an output below which its error is taken relative to this instead: what uses
+            it would not notice.
     """
 
     name: str
@@ -190,6 +192,7 @@ class Stage:
     default: Callable[[Case], Config]
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
+    weightless: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

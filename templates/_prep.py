@@ -1,4 +1,4 @@
-"""Parts of fwd_prep: gates in few instructions, pairs of rows for gates of any size, the inverse."""
+"""Parts of fwd_prep: what is loaded, gates in few instructions, pairs of rows, these for gates of any size."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from kda_tl.problem import Problem
 from kda_tl.templates._tile import RCP_LN2
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
-# log1p(t) / t on [0, 1], interpolated at the Chebyshev nodes: 2.8e-7 off in fp32; lowest power first
-LOG1P = (0.999999781, -0.499971745, 0.332719284, -0.244747742, 0.176874767, -0.106850029, 0.0434938998, -0.00837115255)
+# log2(1 + t) / t on [0, 1], interpolated at the Chebyshev nodes, lowest power first: 6.3e-5 off, so a decay of 2^-10
+# is off by 4e-4
+LOG2_1P = (1.44260389, -0.716714663, 0.440599033, -0.225103025, 0.0586649397)
+BC = 16  # tokens a sub-chunk
 PART = 64  # channels whose pairs are taken exactly at once
 
 
@@ -34,20 +36,97 @@ class Gate:
 
     def unit(self, slope: Any, lower_bound: Any) -> Any:
         """What every decay of a head is a multiple of: with 0 in its place a row adds nothing."""
-        return {"log": RCP_LN2, "safe": lower_bound * RCP_LN2, "softplus": slope}[self.p.gate]
+        return {"log": RCP_LN2, "safe": lower_bound * RCP_LN2, "softplus": slope / RCP_LN2}[self.p.gate]
 
     def log2_decay(self, x: Any, unit: Any, slope: Any, bias: Any) -> Any:
-        """Of a raw gate; log1p is a polynomial."""
+        """Of a raw gate; log2(1 + t) is a polynomial."""
         if self.p.gate == "log":
             return x * unit
         if self.p.gate == "safe":
-            return unit / (1.0 + T.exp2(slope * x + slope * bias))
-        z = x + bias
-        t = T.exp2(-RCP_LN2 * T.max(z, -z))
-        ratio = LOG1P[-1]
-        for coefficient in LOG1P[-2::-1]:
+            return unit * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
+        z = RCP_LN2 * x + RCP_LN2 * bias
+        t = T.exp2(-T.max(z, -z))
+        ratio = LOG2_1P[-1]
+        for coefficient in LOG2_1P[-2::-1]:
             ratio = ratio * t + coefficient
         return unit * (T.max(z, 0.0) + t * ratio)
+
+
+def _row_of_q(i: Any) -> Any:
+    """Where row i of q is: 16 rows of q, 16 of k and so on. Those of k are 16 below."""
+    return i // BC * 2 * BC + i % BC
+
+
+@T.macro
+def load_rows(x, start, count, i_head, rows, below):
+    """Rows of q or k to their places, ``below`` those of q; those past the chunk's end are another sequence's, or 0."""
+    BT, (_, _, K), KP = rows.shape[0] // 2, x.shape, rows.shape[1]
+    if K == KP:
+        for n in T.unroll(BT // BC):
+            first = n * 2 * BC + below
+            T.async_copy(x[start + n * BC : start + (n + 1) * BC, i_head, :], rows[first : first + BC, :])
+    else:
+        for i, j in T.Parallel(BT, KP):
+            rows[_row_of_q(i) + below, j] = T.if_then_else((i < count) & (j < K), x[start + i, i_head, j], 0)
+
+
+@T.macro
+def load_gates(g, K, start, count, i_hv, raw):
+    """Raw gates to registers, row by row of all sub-chunks."""
+    _, NB, KP = raw.shape
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            inside = (s * BC + i < count) & (j < K)
+            raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
+
+
+@T.macro
+def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
+    """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
+    _, NB, KP = raw.shape
+    step = T.alloc_fragment((NB, KP), "float32")
+    T.clear(total)
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            own_unit = T.if_then_else((s * BC + i < count) & (j < gate.p.K), unit, 0.0)
+            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_unit, slope, bias[s, j])
+        for s, j in T.Parallel(NB, KP):
+            total[s, j] = total[s, j] + step[s, j]
+        for s, j in T.Parallel(NB, KP):
+            local[i, s, j] = total[s, j]
+        if i == BC // 2 - 1:
+            for s, j in T.Parallel(NB, KP):
+                middle[s, j] = total[s, j]
+
+
+@T.macro
+def put_pairs(tile, first, left, both):
+    """Blocks of a product whose rows and keys belong together."""
+    rows, columns = tile.shape
+    for r, c in T.Parallel(rows, columns):
+        if (r // (2 * BC) == c // BC) if columns > BC else (r >= 2 * BC):
+            both[first * 2 * BC + r, left * BC + c] = tile[r, c]
+
+
+@T.macro
+def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
+    """Aqk to where it belongs, and zeros above the inverse's diagonal, by 64 threads."""
+    pairs = T.alloc_local((8,), "float32")
+    for n in T.unroll(8):
+        i = n * 8 + thread // 8
+        j = thread % 8 * 8
+        for e in T.vectorized(8):
+            pairs[e] = both[n // 2 * 2 * BC + i % BC, j + e]
+        for e in T.vectorized(8):
+            Aqk[i_t, i_hv, i, j + e] = T.cast(T.if_then_else(n // 2 >= thread % 8 // 2, pairs[e], 0.0), Aqk.dtype)
+        if thread % 8 // 2 > n // 2:
+            for e in T.vectorized(8):
+                inverse[i, j + e] = T.cast(0.0, inverse.dtype)
+
+
+def _read(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> Any:
+    """Channel c of the chunk's row i in fp32, 0 past its end and in padded channels."""
+    return T.cast(T.if_then_else((i < count) & (c < K), x[start + i, head, c], 0), "float32")
 
 
 @T.macro
@@ -60,17 +139,16 @@ def take_exactly(gate, tensors, at, factors, both, tilde, scalars):
         gate: the problem's.
         tensors: q, k, g, dt_bias; qg, kg and decay, which are written.
         at: chunk, value head, head, first token and number of tokens.
-        factors: of rows of q and k, and beta, in shared memory.
+        factors: of rows of q and k, sub-chunk by sub-chunk, and beta, in shared memory.
         both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
         tilde: k 2^G; written.
         scalars: unit and slope of the gate.
     """
     q, k, g, dt_bias, qg, kg, decay = tensors
     i_t, i_hv, i_h, start, count = at
-    q_factor, k_factor, b_factor = factors
+    factor, b_factor = factors
     unit, slope = scalars
     K, (BT, KP) = gate.p.K, tilde.shape
-    BC = 16
     io = tilde.dtype
     total = T.alloc_shared((BT, PART), "float32")
     run = T.alloc_fragment((PART,), "float32")
@@ -82,8 +160,7 @@ def take_exactly(gate, tensors, at, factors, both, tilde, scalars):
         for i in T.serial(BT):
             for j in T.Parallel(PART):
                 c = part * PART + j
-                raw = T.cast(T.if_then_else((i < count) & (c < K), g[start + i, i_hv, c], 0), "float32")
-                step = gate.log2_decay(raw, unit, slope, gate.bias(dt_bias, i_hv, c))
+                step = gate.log2_decay(_read(g, start, count, i, i_hv, c, K), unit, slope, gate.bias(dt_bias, i_hv, c))
                 clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
                 run[j] = run[j] + T.if_then_else((i < count) & (c < K), clamped, 0.0)
                 total[i, j] = run[j]
@@ -91,78 +168,24 @@ def take_exactly(gate, tensors, at, factors, both, tilde, scalars):
             decay[i_t, i_hv, part * PART + j] = T.exp2(total[BT - 1, j])
         for i, j in T.Parallel(BT, PART):
             c = part * PART + j
-            row = T.cast(T.if_then_else((i < count) & (c < K), q[start + i, i_h, c], 0), "float32") * q_factor[i]
-            qg[i_t, i_hv, i, c] = T.cast(row * T.exp2(total[i, j]), io)
+            qg[i_t, i_hv, i, c] = T.cast(
+                _read(q, start, count, i, i_h, c, K) * factor[_row_of_q(i)] * T.exp2(total[i, j]), io
+            )
         for i, j in T.Parallel(BT, PART):
             c = part * PART + j
-            row = T.cast(T.if_then_else((i < count) & (c < K), k[start + i, i_h, c], 0), "float32") * k_factor[i]
+            row = _read(k, start, count, i, i_h, c, K) * factor[_row_of_q(i) + BC]
             kg[i_t, i_hv, i, c] = T.cast(row * T.exp2(total[BT - 1, j] - total[i, j]), io)
             tilde[i, c] = T.cast(row * T.exp2(total[i, j]), io)
         for n in T.serial(BT):
             for i, j in T.Parallel(BT, PART):
-                c = part * PART + j
-                key = T.cast(T.if_then_else((n < count) & (c < K), k[start + n, i_h, c], 0), "float32") * k_factor[n]
+                key = _read(k, start, count, n, i_h, part * PART + j, K) * factor[_row_of_q(n) + BC]
                 weight[i, j] = key * T.exp2(T.min(total[i, j] - total[n, j], 0.0))
-            for i, j in T.Parallel(BT, PART):
-                c = part * PART + j
-                product[i, j] = (
-                    T.cast(T.if_then_else((i < count) & (c < K), q[start + i, i_h, c], 0), "float32") * weight[i, j]
-                )
-            T.reduce_sum(product, dot, dim=1)
-            for i in T.Parallel(BT):
-                both[i // BC * 2 * BC + i % BC, n] = T.if_then_else(i >= n, dot[i] * q_factor[i], 0.0) + T.if_then_else(
-                    part > 0, both[i // BC * 2 * BC + i % BC, n], 0.0
-                )
-            for i, j in T.Parallel(BT, PART):
-                c = part * PART + j
-                product[i, j] = (
-                    T.cast(T.if_then_else((i < count) & (c < K), k[start + i, i_h, c], 0), "float32") * weight[i, j]
-                )
-            T.reduce_sum(product, dot, dim=1)
-            for i in T.Parallel(BT):
-                own = T.if_then_else(i // BC == n // BC, b_factor[i], 1.0)
-                both[i // BC * 2 * BC + BC + i % BC, n] = dot[i] * k_factor[i] * own + T.if_then_else(
-                    part > 0, both[i // BC * 2 * BC + BC + i % BC, n], 0.0
-                )
-
-
-@T.macro
-def invert(both, below, b_factor, inverse):
-    """(I + L)^-1 diag(beta): blocks of the diagonal by substitution, the rest as a series of products.
-
-    Args:
-        both: rows of L lie below 16 rows of something else, 16 by 16; blocks of the diagonal are read.
-        below: L without them, in shared memory; overwritten.
-        b_factor: beta.
-        inverse: result, in shared memory.
-    """
-    BC, (BT, _), io = 16, below.shape, below.dtype
-    diagonal = T.alloc_shared((BT, BT), io)
-    power = T.alloc_shared((BT, BT), io)
-    column = T.alloc_local((BC,), "float32")
-    series = T.alloc_fragment((BT, BT), "float32")
-    square = T.alloc_fragment((BT, BT), "float32")
-    T.clear(diagonal)
-    for c in T.Parallel(BT):  # forward substitution, a thread a column of its block
-        for r in T.unroll(BC):
-            column[r] = T.if_then_else(r == c % BC, 1.0, 0.0)
-            for m in T.unroll(r):
-                column[r] = column[r] - both[c // BC * 2 * BC + BC + r, c // BC * BC + m] * column[m]
-        for r in T.unroll(BC):
-            diagonal[c // BC * BC + r, c] = T.cast(column[r], io)
-    T.gemm(diagonal, below, square, clear_accum=True)
-    T.copy(square, power)
-    for i, j in T.Parallel(BT, BT):
-        series[i, j] = T.if_then_else(i == j, 1.0, 0.0) - square[i, j]
-    T.gemm(power, power, square, clear_accum=True)
-    for i, j in T.Parallel(BT, BT):
-        series[i, j] = series[i, j] + square[i, j]
-    T.copy(square, below)
-    T.gemm(power, below, square, clear_accum=True)
-    for i, j in T.Parallel(BT, BT):
-        series[i, j] = series[i, j] - square[i, j]
-    T.copy(series, power)
-    T.gemm(power, diagonal, square, clear_accum=True)
-    for i, j in T.Parallel(BT, BT):
-        square[i, j] = square[i, j] * b_factor[j]
-    T.copy(square, inverse)
+            for x, below in ((q, 0), (k, BC)):
+                for i, j in T.Parallel(BT, PART):
+                    product[i, j] = _read(x, start, count, i, i_h, part * PART + j, K) * weight[i, j]
+                T.reduce_sum(product, dot, dim=1)
+                for i in T.Parallel(BT):
+                    beta = T.if_then_else(i // BC == n // BC, b_factor[i], 1.0)
+                    keep = beta if below else T.if_then_else(i >= n, 1.0, 0.0)
+                    before = T.if_then_else(part > 0, both[_row_of_q(i) + below, n], 0.0)
+                    both[_row_of_q(i) + below, n] = before + dot[i] * factor[_row_of_q(i) + below] * keep

@@ -58,7 +58,7 @@ class Tile:
 
         fp32 operands are multiplied in fp32 on every target: the matrix unit would round them to tf32, 2^-11.
         """
-        if self.cpu or a.dtype != "float32":
+        if self.cpu or self.io != "float32":
             return T.gemm(a, b, c, transpose_A=transpose_A, transpose_B=transpose_B, **flags)
         return _multiply_fp32(a, b, c, transpose_A, transpose_B, **flags)
 

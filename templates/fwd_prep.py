@@ -14,9 +14,9 @@ keys relative to the middle of the sub-chunk whose rows they meet, which lies be
 A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
-The inverse: forward substitution gives the BC x BC diagonal blocks D; with N = D (L - its diagonal blocks), nilpotent
-of order BT / BC = 4, the inverse is (I - N + N^2 - N^3) D.
-Source: Kimi Linear, arXiv:2510.26692, section 3; anchors and the series are derived above.
+The inverse: forward substitution gives the blocks of 16 rows on the diagonal, products of single warps what lies below
+them (see _warp). Chunks run from the last to the first: the recurrence then finds what it reads first in the L2.
+Source: Kimi Linear, arXiv:2510.26692, section 3; anchors are derived above.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,9 @@ from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import fwd_gate, fwd_intra
 from kda_tl.templates._chunks import share_heads, split_chunks
-from kda_tl.templates._prep import PART, Gate, invert, take_exactly
-from kda_tl.templates._tile import FP32_TOLERANCE, L2NORM_EPS, annotate, beta_factor
+from kda_tl.templates._prep import PART, Gate, load_gates, load_rows, put_pairs, put_queries, sum_gates, take_exactly
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate, beta_factor
+from kda_tl.templates._warp import find_norms, invert, substitute
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -136,59 +137,6 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     gate = Gate(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.macro
-    def load_rows(x, start, count, i_head, rows, offset):
-        """Rows of q or k to their places; those past the end are another sequence's, or 0."""
-        if K == KP:
-            for n in T.unroll(NB):
-                first = n * 2 * BC + offset
-                T.async_copy(x[start + n * BC : start + (n + 1) * BC, i_head, :], rows[first : first + BC, :])
-        else:
-            for i, j in T.Parallel(BT, KP):
-                inside = (i < count) & (j < K)
-                rows[i // BC * 2 * BC + offset + i % BC, j] = T.if_then_else(inside, x[start + i, i_head, j], 0)
-
-    @T.macro
-    def load_gates(g, start, count, i_hv, raw):
-        for i in T.unroll(BC):
-            for s, j in T.Parallel(NB, KP):
-                inside = (s * BC + i < count) & (j < K)
-                raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
-
-    @T.macro
-    def sum_gates(raw, count, slope, unit, bias, local, middle, total):
-        """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
-        step = T.alloc_fragment((NB, KP), f32)
-        T.clear(total)
-        for i in T.unroll(BC):
-            for s, j in T.Parallel(NB, KP):
-                own_unit = T.if_then_else((s * BC + i < count) & (j < K), unit, 0.0)
-                step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], f32), own_unit, slope, bias[s, j])
-            for s, j in T.Parallel(NB, KP):
-                total[s, j] = total[s, j] + step[s, j]
-            for s, j in T.Parallel(NB, KP):
-                local[i, s, j] = total[s, j]
-            if i == BC // 2 - 1:
-                for s, j in T.Parallel(NB, KP):
-                    middle[s, j] = total[s, j]
-
-    @T.macro
-    def sum_squares(rows, offset, dot):
-        x = T.alloc_fragment((BT, KP), io)
-        product = T.alloc_fragment((BT, KP), f32)
-        for i, j in T.Parallel(BT, KP):
-            x[i, j] = rows[i // BC * 2 * BC + offset + i % BC, j]
-        for i, j in T.Parallel(BT, KP):
-            product[i, j] = T.cast(x[i, j], f32) * T.cast(x[i, j], f32)
-        T.reduce_sum(product, dot, dim=1)
-
-    @T.macro
-    def put_pairs(tile, first, left, columns, both):
-        """Blocks of a product whose rows and keys belong together."""
-        for r, c in T.Parallel(BT, columns):
-            if (r // (2 * BC) == c // BC) if columns > BC else (r >= 2 * BC):
-                both[first * 2 * BC + r, left * BC + c] = tile[r, c]
-
     @T.prim_func
     def fwd_prep(
         q: annotate(case, INPUTS["q"], tokens=tokens),
@@ -209,7 +157,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     ):
         with T.Kernel(NT * HV, threads=THREADS) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
-            i_t = i_block // HV
+            i_t = NT - 1 - i_block // HV
             i_hv = i_block % HV
             i_h = i_hv // group
             start = chunk_tokens[i_t, 0]
@@ -222,15 +170,16 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
             rows = T.alloc_shared((2 * BT, KP), io)  # of q above those of k, sub-chunk by sub-chunk
             b_factor = T.alloc_shared((BT,), f32)
+            raw_beta = T.alloc_fragment((BT,), beta.dtype)
             slope[0] = gate.slope(A_log, i_hv)
             unit[0] = gate.unit(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = gate.bias(dt_bias, i_hv, j)
-            load_gates(g, start, count, i_hv, raw)
+            for i in T.Parallel(BT):
+                raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
+            load_gates(g, K, start, count, i_hv, raw)
             load_rows(q, start, count, i_h, rows, 0)
             load_rows(k, start, count, i_h, rows, BC)
-            for i in T.Parallel(BT):
-                b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
 
             # cumsums from the start of a sub-chunk, then anchors from the chunk's
             local = T.alloc_fragment((BC, NB, KP), f32)
@@ -238,7 +187,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             total = T.alloc_fragment((NB, KP), f32)
             sums = T.alloc_shared((NB, KP), f32)
             anchors = T.alloc_shared((NB, KP), f32)
-            sum_gates(raw, count, slope[0], unit[0], bias, local, middle, total)
+            sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
             if not p.bounded_gate:
                 halves = T.alloc_fragment((NB, KP), f32)
                 least = T.alloc_fragment((NB,), f32)
@@ -273,26 +222,20 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     into[s, j] = T.exp2(anchors[T.min(s + n + 1, NB - 1), j] - (before[s, j] + middle[s, j]))
 
             # norms
-            q_factor = T.alloc_shared((BT,), f32)
-            k_factor = T.alloc_shared((BT,), f32)
-            dot = T.alloc_fragment((BT,), f32)
+            factor = T.alloc_shared((2 * BT,), f32)
             T.ptx_wait_group(0)
             T.sync_threads()
             if count < BT:  # another sequence's rows may be infinite
                 for i, j in T.Parallel(2 * BT, KP):
                     if i // (2 * BC) * BC + i % BC >= count:
                         rows[i, j] = 0
+            for i in T.Parallel(BT):
+                b_factor[i] = T.if_then_else(i < count, beta_factor(p, raw_beta[i]), 0.0)
             if p.l2norm:
-                sum_squares(rows, 0, dot)
-                for i in T.Parallel(BT):
-                    q_factor[i] = T.rsqrt(dot[i] + L2NORM_EPS) * scale
-                sum_squares(rows, BC, dot)
-                for i in T.Parallel(BT):
-                    k_factor[i] = T.rsqrt(dot[i] + L2NORM_EPS)
+                find_norms(rows, factor, scale)
             else:
-                for i in T.Parallel(BT):
-                    q_factor[i] = scale
-                    k_factor[i] = 1.0
+                for r in T.Parallel(2 * BT):
+                    factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
 
             # operands; those of the n-th sub-chunk below in a place of their own, so that no two writes seem to collide
             keys = [T.alloc_shared(((NB - n) * BC, KP), io) for n in range(NB)]
@@ -302,19 +245,28 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             key = T.alloc_fragment((NB, KP), f32)
             query = T.alloc_fragment((NB, KP), f32)
             shrink = T.alloc_fragment((NB, KP), f32)
-            for part in T.unroll(BC // ROWS_AT_ONCE):
+            scaled = T.alloc_fragment((NB, KP), io)
+            q_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
+            k_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
+            thread = T.get_thread_binding()  # a warp has the channels of one sub-chunk
+            for part in T.serial(BC // ROWS_AT_ONCE):
                 for r in T.unroll(ROWS_AT_ONCE):
                     for s, j in T.Parallel(NB, KP):
                         q_raw[r, s, j] = rows[s * 2 * BC + part * ROWS_AT_ONCE + r, j]
                     for s, j in T.Parallel(NB, KP):
                         k_raw[r, s, j] = rows[s * 2 * BC + BC + part * ROWS_AT_ONCE + r, j]
+                for r in T.vectorized(ROWS_AT_ONCE):
+                    q_factor[r] = factor[thread // 32 * 2 * BC + part * ROWS_AT_ONCE + r]
+                for r in T.vectorized(ROWS_AT_ONCE):
+                    k_factor[r] = factor[thread // 32 * 2 * BC + BC + part * ROWS_AT_ONCE + r]
                 for r in T.unroll(ROWS_AT_ONCE):
                     i = part * ROWS_AT_ONCE + r
                     for s, j in T.Parallel(NB, KP):
-                        shrink[s, j] = T.exp2(local[i, s, j] - middle[s, j])
-                        row[s, j] = T.cast(k_raw[r, s, j], f32) * k_factor[s * BC + i]
-                        query[s, j] = T.cast(q_raw[r, s, j], f32) * q_factor[s * BC + i] * shrink[s, j]
-                        key[s, j] = T.exp2(middle[s, j] - local[i, s, j]) * row[s, j]
+                        above = local[r, s, j] - middle[s, j]
+                        shrink[s, j] = T.exp2(above)
+                        row[s, j] = T.cast(k_raw[r, s, j], f32) * k_factor[r]
+                        query[s, j] = T.cast(q_raw[r, s, j], f32) * q_factor[r] * shrink[s, j]
+                        key[s, j] = T.exp2(-above) * row[s, j]
                         row[s, j] = row[s, j] * shrink[s, j]
                     for s, j in T.Parallel(NB, KP):
                         rows[s * 2 * BC + i, j] = T.cast(query[s, j], io)
@@ -324,12 +276,19 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                         keys[0][s * BC + i, j] = T.cast(key[s, j], io)
                     for n, into in enumerate(nexts):
                         for s, j in T.Parallel(NB, KP):
+                            scaled[s, j] = T.cast(key[s, j] * into[s, j], io)
+                        for s, j in T.Parallel(NB, KP):
                             if s < NB - 1 - n:
-                                keys[n + 1][s * BC + i, j] = T.cast(key[s, j] * into[s, j], io)
+                                keys[n + 1][s * BC + i, j] = scaled[s, j]
                     for s, j in T.Parallel(NB, KP):
                         kg[i_t, i_hv, s * BC + i, j] = T.cast(key[s, j] * behind[s, j], io)
                     for s, j in T.Parallel(NB, KP):
                         qg[i_t, i_hv, s * BC + i, j] = T.cast(query[s, j] * ahead[s, j], io)
+                for r in T.unroll(BC - ROWS_AT_ONCE):  # a loop half as long, for the instruction cache
+                    for s, j in T.Parallel(NB, KP):
+                        shrink[s, j] = local[r + ROWS_AT_ONCE, s, j]
+                    for s, j in T.Parallel(NB, KP):
+                        local[r, s, j] = shrink[s, j]
 
             # pairs: rows of two sub-chunks, 64 with q and k, are a tile of the matrix unit; half of a product is unused
             both = T.alloc_shared((2 * BT, BT + 4), f32)
@@ -363,35 +322,31 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     step_size = b_factor[(first + r // (2 * BC)) * BC + r % BC]
                     above = T.if_then_else(r % BC >= c % BC, tile[r, c], 0.0)
                     tile[r, c] = T.if_then_else(r % (2 * BC) >= BC, tile[r, c] * step_size, above)
-            put_pairs(own_0, 0, 0, 2 * BC, both)
-            put_pairs(own_2, 2, 2, 2 * BC, both)
-            put_pairs(next_0, 0, 0, BC, both)
-            put_pairs(next_2, 2, 1, 2 * BC, both)
-            put_pairs(second, 2, 0, 2 * BC, both)
-            put_pairs(third, 2, 0, BC, both)
+            put_pairs(own_0, 0, 0, both)
+            put_pairs(own_2, 2, 2, both)
+            put_pairs(next_0, 0, 0, both)
+            put_pairs(next_2, 2, 1, both)
+            put_pairs(second, 2, 0, both)
+            put_pairs(third, 2, 0, both)
             if not p.bounded_gate:
                 if T.min(T.min(wild[0], wild[1]), T.min(wild[2], wild[3])) < -LIMIT:
                     take_exactly(
                         gate,
                         (q, k, g, dt_bias, qg, kg, decay),
                         (i_t, i_hv, i_h, start, count),
-                        (q_factor, k_factor, b_factor),
+                        (factor, b_factor),
                         both,
                         tilde,
                         (unit[0], slope[0]),
                     )
-            below = T.alloc_shared((BT, BT), io)
-            for i, j in T.Parallel(BT, BT):
-                Aqk[i_t, i_hv, i, j] = T.cast(
-                    T.if_then_else(i // BC >= j // BC, both[i // BC * 2 * BC + i % BC, j], 0.0), io
-                )
-            for i, j in T.Parallel(BT, BT):
-                below[i, j] = T.cast(
-                    T.if_then_else(i // BC > j // BC, both[i // BC * 2 * BC + BC + i % BC, j] * b_factor[i], 0.0), io
-                )
-
             inverse = T.alloc_shared((BT, BT), io)
-            invert(both, below, b_factor, inverse)
+            block_rows = T.alloc_shared((BT, BC + 8), io)
+            block_columns = T.alloc_shared((BT, BC + 8), io)
+            if thread < BT:
+                substitute(both, b_factor, block_rows, block_columns, inverse, thread)
+            else:
+                put_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
+            invert(both, b_factor, block_rows, block_columns, inverse)
             for i, j in T.Parallel(BT, BT):
                 A[i_t, i_hv, i, j] = inverse[i, j]
             w_frag = T.alloc_fragment((BT, KP), f32)

@@ -231,7 +231,8 @@ STAGE = Stage(
     reference=reference,
     default=default,
     cost=cost,
-    # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow. Relative to a transition
-    # that steep gates let vanish they do (1e-2 at a norm of 1e-34), where it weighs nothing.
+    # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
     tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
+    weightless={"transition": 0.05},
 )
