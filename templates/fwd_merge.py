@@ -60,10 +60,14 @@ class FwdMergeConfig(Config):
         """The device of the stages around it, and shared memory."""
         if case.device.sm != 90:
             return f"it merges what instructions of sm_90 made, the device is {case.device.arch}"
-        KP = case.problem.KP
+        K, KP, VP = case.problem.K, case.problem.KP, case.problem.VP
+        if KP not in (64, 128):
+            return f"K={K} is not 64 or 128 channels, which its tiles are"
+        if VP % self.BV:
+            return f"BV={self.BV} does not divide the padded head dimension {VP}"
         smem = 4 * KP * (3 * KP + self.BV)
         if smem > case.device.smem_bytes:
-            return f"K={case.problem.K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
+            return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
         return None
 
 

@@ -212,7 +212,7 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
         for plan in (first, *equal_plans(first)):
             wanted += jobs_of(MAIN, plan)
-    merge = templates.load("fwd_merge")  # the one of those stages that is not for Hopper alone
+    merge = templates.load("fwd_merge")  # it takes cases that the stages around it do not
     cases = [stage_case(merge.name, name) for name in SPECIALISED]
     wanted += [(merge.name, case, config) for case in cases if not (config := merge.default(case)).reject(case)]
     for tokens, problem in FORWARD.values():

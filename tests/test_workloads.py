@@ -41,9 +41,10 @@ def test_names_are_unique_and_no_tag_is_a_name() -> None:
 def test_gpu_tuning_covers_heads_lengths_and_packed_sequences(gate: str) -> None:
     mine = [w for w in tagged("tune") if w.gate == gate]
     assert all((w.K, w.V, w.dtype) == (128, 128, "bf16") for w in mine)
-    dense = {(w.T, w.H) for w in mine if not w.lengths}
-    assert dense == {(T, H) for T in (1024, 8192) for H in (8, 32, 64, 96)} | {(32768, 8)}
-    assert [(w.H, w.lengths) for w in mine if w.lengths] == [(64, (1300, 547, 2048, 963, 271, 3063))]
+    dense = {(w.B, w.T, w.H) for w in mine if not w.lengths}
+    assert dense == {(1, T, H) for T in (1024, 8192) for H in (8, 32, 64, 96)} | {(1, 32768, 8), (8, 1024, 96)}
+    packed = [(w.H, w.lengths) for w in mine if w.lengths]
+    assert packed == [(64, (1300, 547, 2048, 963, 271, 3063)), (96, (1024,) * 8)]
 
 
 def test_bench_covers_steep_slow_and_softplus() -> None:
