@@ -100,7 +100,7 @@ def make_step(operator: Callable[[Inputs], Any], inputs: Inputs) -> Launch:
     return run_step
 
 
-def _describe_recurrence(inputs: Inputs) -> dict[str, Any]:
+def describe_recurrence(inputs: Inputs) -> dict[str, Any]:
     """Arguments of the recurrence from those of the operator."""
     computed, lower_bound = inputs["use_gate_in_kernel"], inputs["lower_bound"]
     return {
@@ -116,7 +116,7 @@ def _describe_recurrence(inputs: Inputs) -> dict[str, Any]:
 
 def measure_errors(inputs: Inputs, plan: Plan | None, direction: str = "fwd") -> dict[str, float]:
     """Relative errors of what a pass of the operator returns, run with one plan: o and ht, or all gradients."""
-    arguments = _describe_recurrence(inputs)
+    arguments = describe_recurrence(inputs)
     if direction == "bwd":
         call = Recorded.of(inputs, plan)
         outputs = dict(zip(map(gradient_name, call.leaves), call.run_backward(), strict=True))
