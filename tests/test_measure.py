@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -39,6 +40,24 @@ def test_check_sees_what_was_left_unwritten() -> None:
     poisoned[:2] = 1.0
     with pytest.raises(WrongResultError):
         measure.check({"o": poisoned}, {"o": torch.ones(3)}, 1e9)
+
+
+def test_what_weighs_nothing_is_judged_by_what_would() -> None:
+    """Below a root mean square errors count relative to it; at or above it, and without one, to the truth."""
+    for size, off, passes in (
+        (1e-9, 0.5, True),
+        (0.0, 1e-9, True),
+        (0.05, 0.5, False),
+        (0.005, 0.5, False),
+        (1.0, 0.5, False),
+    ):
+        truth = torch.full((100,), size)
+        found = {"transition": truth * (1 + off) if size else truth + off}
+        context = contextlib.nullcontext() if passes else pytest.raises(WrongResultError, match="transition is off by")
+        with context:
+            assert measure.check(found, {"transition": truth}, 0.01, {"transition": 0.05}) < 1e-6
+    with pytest.raises(WrongResultError):
+        measure.check({"o": torch.full((100,), 1.5e-9)}, {"o": torch.full((100,), 1e-9)}, 0.01, {"transition": 0.05})
 
 
 def test_time_launch_times_the_launch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
