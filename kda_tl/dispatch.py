@@ -22,11 +22,8 @@ from kda_tl.problem import Problem
 from kda_tl.program import Program
 from kda_tl.stage import BT_CHOICES, Case, Config, Plan
 
-# When nothing is tuned: the first whose stages take the case. Few devices and problems have what the fast ones need.
-DEFAULT_PIPELINES = {
-    "fwd": ("prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16", "staged"),
-    "bwd": ("staged_backward",),
-}
+# When nothing is tuned: the first whose stages take the case. The last runs on every device.
+DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "staged"), "bwd": ("staged_backward",)}
 DEFAULT_BT = 64
 DEFAULT_BC = 16
 
@@ -135,41 +132,29 @@ def find_rejection(plan: Plan, case: Case) -> str:
     return next(reasons, "")
 
 
-def default_plan(
-    problem: Problem,
-    device: Device,
-    *,
-    BT: int = DEFAULT_BT,
-    BC: int = DEFAULT_BC,
-    pipelines: Sequence[str] = (),
-    numerics: str | None = None,
-) -> Plan:
-    """The plan when nothing is tuned: chunks of BT tokens, or of fewer where the device has no room for them.
-
-    Args:
-        problem: what is called.
-        device: where it runs.
-        BT: tokens a chunk, at most.
-        BC: tokens a sub-chunk, at most.
-        pipelines: names, first in rank first; those of DEFAULT_PIPELINES unless given.
-        numerics: only plans of this numerics class.
+def iter_defaults(problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC) -> Iterator[Plan]:
+    """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
 
     Raises:
-        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason. Or no plan
-            is of the numerics class.
+        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason.
     """
-    failure, passed_over = "", False
+    failure, found = "", False
     for size in (choice for choice in sorted(BT_CHOICES, reverse=True) if choice <= BT):
         case = Case(problem=problem, device=device, BT=size, BC=min(BC, size))
-        for pipeline in pipelines or DEFAULT_PIPELINES[problem.direction]:
+        for pipeline in DEFAULT_PIPELINES[problem.direction]:
             plan = pipeline_defaults(pipeline, case)
             rejection = find_rejection(plan, case)
-            if not rejection and numerics in (None, numerics_class(plan)):
-                return plan
-            failure, passed_over = rejection or failure, passed_over or not rejection
-    if passed_over:
-        raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
-    raise InputError(f"{problem.key} does not fit {device.slug}: {failure}.")
+            if not rejection:
+                found = True
+                yield plan
+            failure = rejection or failure
+    if not found:
+        raise InputError(f"{problem.key} does not fit {device.slug}: {failure}.")
+
+
+def default_plan(problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC) -> Plan:
+    """The plan when nothing is tuned: the first of :func:`iter_defaults`, which see."""
+    return next(iter_defaults(problem, device, BT=BT, BC=BC))
 
 
 def resolve(
@@ -235,7 +220,10 @@ def resolve(
                 stale=stale,
                 passed_over=tuple(passed_over),
             )
-    plan = default_plan(problem, device, BT=chunk_size or DEFAULT_BT, numerics=numerics)
+    defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
+    plan = next((plan for plan in defaults if numerics in (None, numerics_class(plan))), None)
+    if plan is None:
+        raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
     if chunk_size not in (None, plan.BT):
         what = f"{device.slug} has no room for chunks" if numerics is None else f"{numerics} has no chunks"
         raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={plan.BT} or less.")

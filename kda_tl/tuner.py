@@ -154,7 +154,7 @@ def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: floa
     holders = [p for p in pipelines if stage in {s.name for s in p.stages if s.runs(problem)}]
     if not holders:
         raise InputError(f"no {direction} pipeline runs {stage!r} for {report.workload.name}: pass another workload.")
-    pipeline = min(holders, key=lambda p: DEFAULT_PIPELINES[direction].index(p.name))
+    pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
     geometry = Geometry(pipeline=pipeline.name, BT=DEFAULT_BT, BC=DEFAULT_BC)
     bench = make_bench(run, report.workload, geometry)
     chosen = next(s for s in pipeline.stages if s.name == stage)

@@ -22,7 +22,7 @@ from kda_tl import templates
 from kda_tl.chunk import chunk_kda
 from kda_tl.db import Entry, sources
 from kda_tl.device import Device, cuda_device
-from kda_tl.dispatch import default_plan, numerics_class, parse_plan, pipeline_defaults
+from kda_tl.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
 from kda_tl.errors import CompileError
 from kda_tl.isolate import WorkerFailure, map_pool
 from kda_tl.kernel import compile_stage
@@ -99,8 +99,7 @@ def device() -> Device:
 
 def plan_of(problem: Problem, BT: int) -> Plan:
     """The default of the pipelines that run on every device."""
-    pipelines = {"fwd": ("staged",), "bwd": ("staged_backward",)}
-    return default_plan(problem, device(), BT=BT, pipelines=pipelines[problem.direction])
+    return next(plan for plan in iter_defaults(problem, device(), BT=BT) if plan.pipeline.startswith("staged"))
 
 
 def hopper_plan(problem: Problem, pipeline: str = "prep_recurrence") -> Plan:
