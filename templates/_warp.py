@@ -1,4 +1,4 @@
-"""Products in the registers of single warps: norms of rows, and the inverse of prep's triangular matrix."""
+"""Parts of fwd_prep that are products in the registers of single warps: norms of rows, the inverse."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def _take_left(tile, first, column, g, t, left):
     for n in T.unroll(4):
         for e in T.vectorized(2):
             left[2 * n + e] = tile[first + n % 2 * 8 + g, column + n // 2 * 8 + t + e]
+
+
+@T.macro
+def _take_either(choice, one, first, other, second, g, t, left):
+    """16 rows of one tile, from ``first`` on, or of another, from ``second`` on, as a left operand."""
+    for m in T.unroll(4):
+        for e in T.vectorized(2):
+            left[2 * m + e] = T.if_then_else(
+                choice,
+                one[first + m % 2 * 8 + g, m // 2 * 8 + t + e],
+                other[second + m % 2 * 8 + g, m // 2 * 8 + t + e],
+            )
 
 
 @T.macro
@@ -159,26 +171,14 @@ def invert(both, b_factor, rows, columns, inverse):
             for e in T.unroll(8):
                 left[e] = T.if_then_else(half == 0, left[e], T.cast(0.0, io))
         else:
-            for m in T.unroll(4):
-                for e in T.vectorized(2):
-                    left[2 * m + e] = T.if_then_else(
-                        half == 0,
-                        across[m % 2 * 8 + g, m // 2 * 8 + t + e],
-                        columns[BC + m % 2 * 8 + g, m // 2 * 8 + t + e],
-                    )
+            _take_either(half == 0, across, 0, columns, BC, g, t, left)
         for m in T.unroll(4):  # 8 rows of L
             r = 2 * BC + 8 * m + g
             _take_right(both, (2 + m // 2) * 2 * BC + BC + m % 2 * 8 + g, 16 * n + t, b_factor[r], two, right)
             _multiply(left, right, inner, 4 * m)
     for n in T.unroll(2):  # 16 rows of Y
         if n == 0:
-            for m in T.unroll(4):
-                for e in T.vectorized(2):
-                    left[2 * m + e] = T.if_then_else(
-                        pair == 0,
-                        rows[2 * BC + m % 2 * 8 + g, m // 2 * 8 + t + e],
-                        below[BC + m % 2 * 8 + g, m // 2 * 8 + t + e],
-                    )
+            _take_either(pair == 0, rows, 2 * BC, below, BC, g, t, left)
         else:
             _take_left(rows, 3 * BC, 0, g, t, left)
             for e in T.unroll(8):

@@ -15,7 +15,8 @@ A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays 
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
 The inverse: forward substitution gives the blocks of 16 rows on the diagonal, products of single warps what lies below
-them (see _warp). Chunks run from the last to the first: the recurrence then finds what it reads first in the L2.
+them (see _warp). Chunks run from the last to the first, since the recurrence begins with the first: 549 -> 543 us for a
+whole call (B1 T8192 H64, H200).
 Source: Kimi Linear, arXiv:2510.26692, section 3; anchors are derived above.
 """
 
