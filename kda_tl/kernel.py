@@ -31,7 +31,7 @@ class Slot:
         written: an output.
         present: False if the problem does not have it, and a one-element stand-in is passed.
         dtype: as the kernel reads it; on the CPU every float is fp32.
-        dims: sizes, or names of sizes known at the call: tokens, NT, N.
+        dims: sizes, or names of sizes known at the call: those of a layout.
     """
 
     name: str

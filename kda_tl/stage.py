@@ -176,7 +176,7 @@ class Stage:
         build: ``(case, config) -> tilelang PrimFunc``.
         reference: plain PyTorch twin: keyword tensors and scalars, ``case`` first; returns a dict of outputs.
         default: ``case -> config`` when nothing is tuned.
-        cost: ``(case, sizes) -> Cost`` with sizes holding tokens, NT and N as well.
+        cost: ``(case, sizes) -> Cost`` with sizes holding those of a layout as well.
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
         weightless: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
