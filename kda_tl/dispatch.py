@@ -221,14 +221,14 @@ def resolve(
                 passed_over=tuple(passed_over),
             )
     defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
-    plan = next((plan for plan in defaults if numerics in (None, numerics_class(plan))), None)
-    if plan is None:
+    chosen = next((each for each in defaults if numerics in (None, numerics_class(each))), None)
+    if chosen is None:
         raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
-    if chunk_size not in (None, plan.BT):
+    if chunk_size not in (None, chosen.BT):
         what = f"{device.slug} has no room for chunks" if numerics is None else f"{numerics} has no chunks"
-        raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={plan.BT} or less.")
+        raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={chosen.BT} or less.")
     reason = f"nothing tuned for {Key.of(problem).text} on {device.slug}; run `kda-tl tune` there"
-    return Choice(plan=plan, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
+    return Choice(plan=chosen, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
 
 
 def _fingerprints(stored_plan: Mapping[str, Any]) -> dict[str, str]:
