@@ -158,6 +158,9 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     ):
         with T.Kernel(NT * HV, threads=THREADS) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
+            # variables: written out in every address, a number of heads that is no power of two costs 660 instructions
+            i_t = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
             i_t = NT - 1 - i_block // HV
             i_hv = i_block % HV
             i_h = i_hv // group

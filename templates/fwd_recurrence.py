@@ -112,8 +112,10 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
 
 
 def default(case: Case) -> FwdRecurrenceConfig:
-    """One warpgroup that multiplies."""
-    return prefer(case, FwdRecurrenceConfig())
+    """64 channels a block, 128 where all heads' blocks of 64 are more than the multiprocessors."""
+    p = case.problem
+    wide = p.HV * (p.V // 64) > case.device.num_sms
+    return prefer(case, FwdRecurrenceConfig(BV=128 if wide else 64))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
