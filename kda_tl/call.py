@@ -85,7 +85,7 @@ def _make_ready(
     compute: Compute | None = None
     if program is not None and problem.tokens:
         unwanted = () if a["return_intermediate_states"] else ("h",)
-        compute, tables = _bind(program, bounds, a["q"].device, unwanted)
+        compute, tables = _bind(program, bounds, a["q"].device, unwanted, views=(("o", tuple(a["v"].shape)),))
         constants |= tables
     return Ready(problem, device, chunk_size, choice, compute, bounds, constants)
 
@@ -96,10 +96,11 @@ def _bind(
     where: torch.device,
     unwanted: tuple[str, ...] = (),
     kept: tuple[str, ...] = (),
+    views: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> tuple[Compute, dict[str, Any]]:
     """A program for the lengths of a call, and the chunk tables it takes."""
     layout = make_layout(bounds, program.plan.BT, where, program.segments)
-    return program.bind(layout.sizes, where, unwanted, kept), layout.tables
+    return program.bind(layout.sizes, where, unwanted, kept, views), layout.tables
 
 
 def token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
@@ -147,7 +148,9 @@ def run_keeping(ready: Ready, names: tuple[str, ...], a: dict[str, Any]) -> tupl
 def _view_results(ready: Ready, a: dict[str, Any], out: Mapping[str, Any]) -> Any:
     """A pass's results as the operator returns them."""
     q, p = a["q"], ready.problem
-    o = out["o"].view(a["v"].shape)
+    o = out["o"]
+    if o.dim() == 3:  # replays give it in the caller's shape
+        o = o.view(a["v"].shape)
     if o.dtype != q.dtype:  # the CPU target computes in fp32
         o = o.to(q.dtype)
     if not a["return_intermediate_states"]:

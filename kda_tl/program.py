@@ -59,6 +59,7 @@ class Program:
         device: torch.device,
         unwanted: tuple[str, ...] = (),
         kept: tuple[str, ...] = (),
+        views: tuple[tuple[str, tuple[int, ...]], ...] = (),
     ) -> Compute:
         """The pass for all calls of one size; calling it does not wait for the device.
 
@@ -67,6 +68,7 @@ class Program:
             device: where it runs.
             unwanted: results that the caller has no use for.
             kept: outputs of stages that the caller wants beside the results.
+            views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
 
         Returns:
             A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
@@ -74,12 +76,14 @@ class Program:
         """
         if device.type != "cuda":
             return lambda tensors: self.run(tensors, sizes, device, kept)
-        key = (*sizes.items(), device, unwanted, kept)
+        key = (*sizes.items(), device, unwanted, kept, views)
         found = self._replays.get(key)
         if found is None:
             if len(self._replays) >= _REPLAYS_LIMIT:
                 self._replays.clear()
-            found = self._replays[key] = Replay(record(self._keep(kept), self.kernels, sizes), device, unwanted)
+            found = self._replays[key] = Replay(
+                record(self._keep(kept), self.kernels, sizes), device, unwanted, dict(views)
+            )
         return found
 
     def run(

@@ -120,11 +120,23 @@ class Replay:
     Tensors must have the recorded shapes and dtypes, be contiguous and lie on 16-byte boundaries: callers see to it,
     nothing here looks. Kernels go to the current stream. Calls from several threads take turns.
 
+    Args:
+        recording: the pass.
+        device: where it runs.
+        unwanted: results that the caller has no use for.
+        views: shapes of results other than the recorded ones, of as many elements.
+
     Attributes:
         workspace_bytes: what intermediates take of the device's memory during a call.
     """
 
-    def __init__(self, recording: Recording, device: torch.device, unwanted: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        device: torch.device,
+        unwanted: tuple[str, ...] = (),
+        views: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         slots = {s: s.slot for launch in recording.launches for s in launch.tensors if s.slot}
         wanted = {name: symbol for name, symbol in recording.results.items() if symbol and name not in unwanted}
         inner = [s for s in slots if s.role == "made" and s not in wanted.values()]
@@ -141,7 +153,8 @@ class Replay:
         self._outer, fixed = np.split(rest, [len(given) + len(wanted)])
         fixed[:] = [placeholder(slots[s].dtype, device).data_ptr() for s in absent]
         self._given = [s.name for s in given]
-        self._wanted = [(name, shapes[s], placeholder(slots[s].dtype, device).new_empty) for name, s in wanted.items()]
+        views = views or {}
+        self._wanted = [(name, views.get(name, shapes[s]), placeholder(slots[s].dtype, device).new_empty) for name, s in wanted.items()]
         self._unwanted = dict.fromkeys(name for name in recording.results if name not in wanted)
         self._new_bytes = placeholder(torch.uint8, device).new_empty
 
