@@ -130,26 +130,25 @@ def _read(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> 
 
 
 @T.macro
-def take_exactly(gate, tensors, at, factors, both, tilde, scalars):
+def take_exactly(gate, tensors, at, factors, both, scalars):
     """A chunk's factors and pairs for decays of any size, in place of what overflowed: no exponent above 0, no anchor.
 
     Every pair of rows has its own exponentials: slow, for the rare chunk that decays below 2^-110 within eight tokens.
 
     Args:
         gate: the problem's.
-        tensors: q, k, g, dt_bias; qg, kg and decay, which are written.
+        tensors: q, k, g, dt_bias; k_neg, qg, kg and decay, which are written.
         at: chunk, value head, head, first token and number of tokens.
         factors: of rows of q and k, sub-chunk by sub-chunk, and beta, in shared memory.
         both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
-        tilde: k 2^G; written.
         scalars: unit and slope of the gate.
     """
-    q, k, g, dt_bias, qg, kg, decay = tensors
+    q, k, g, dt_bias, k_neg, qg, kg, decay = tensors
     i_t, i_hv, i_h, start, count = at
     factor, b_factor = factors
     unit, slope = scalars
-    K, (BT, KP) = gate.p.K, tilde.shape
-    io = tilde.dtype
+    K, (_, _, BT, KP) = gate.p.K, kg.shape
+    io = kg.dtype
     total = T.alloc_shared((BT, PART), "float32")
     run = T.alloc_fragment((PART,), "float32")
     weight = T.alloc_fragment((BT, PART), "float32")
@@ -175,7 +174,7 @@ def take_exactly(gate, tensors, at, factors, both, tilde, scalars):
             c = part * PART + j
             row = _read(k, start, count, i, i_h, c, K) * factor[_row_of_q(i) + BC]
             kg[i_t, i_hv, i, c] = T.cast(row * T.exp2(total[BT - 1, j] - total[i, j]), io)
-            tilde[i, c] = T.cast(row * T.exp2(total[i, j]), io)
+            k_neg[i_t, i_hv, i, c] = T.cast(-row * T.exp2(total[i, j]), io)
         for n in T.serial(BT):
             for i, j in T.Parallel(BT, PART):
                 key = _read(k, start, count, n, i_h, part * PART + j, K) * factor[_row_of_q(n) + BC]

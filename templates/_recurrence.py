@@ -18,6 +18,7 @@ WARPGROUP = 128
 PRODUCER = 32  # threads of the warp that loads
 REGISTERS = 240  # a multiplying thread's: with its group's loader at 24, what a multiprocessor has
 LOADER_REGISTERS = 24
+OUTPUT_PAD = 8  # elements a row of the transposed output: banks of four rows differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,10 @@ class RecurrenceConfig(Config):
         return WARPGROUP * self.BV // 64
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, the output's, and two barriers a stage."""
+        """The tiles of every stage, the output's, a unit matrix, and two barriers a stage."""
         BT, KP = case.BT, case.problem.KP
         stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 16
-        return self.num_stages * stage + BT * self.BV * 2
+        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD + BT) * 2
 
 
 def walk_reference(
@@ -74,7 +75,7 @@ def walk_reference(
     outputs = []
     for t in range(first, first + count):
         x = {name: factor[t].to(state.dtype) for name, factor in factors.items()}
-        v_new = x["A"] @ values[t] + x["w_neg"] @ state.mT
+        v_new = x["A"] @ (values[t] + x["k_neg"] @ state.mT)
         if "qg" in x:
             outputs.append(x["qg"] @ state.mT + x["Aqk"] @ v_new)
         state = state * x["decay"][:, None] + v_new.mT @ x["kg"]
@@ -125,6 +126,47 @@ def load_values(v, v_shared, ready, slot, first, end, i_h, v0):
         T.fence_proxy_async()
 
 
+@T.macro
+def put_unit(unit):
+    """A unit matrix in shared memory, by all threads."""
+    for i, j in T.Parallel(*unit.shape):
+        unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+@T.macro
+def ask_values(v_shared, n_shared, unit, slot, state_io, value):
+    """V^T + S^T k_neg^T of the chunk in a slot, under way: V^T, which shared memory holds transposed, times one."""
+    rows = T.GemmWarpPolicy.FullRow
+    T.wgmma_gemm(
+        v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows
+    )
+    T.wgmma_gemm(state_io, n_shared[slot, :, :], value, transpose_B=True, policy=rows)
+
+
+@T.macro
+def solve_values(A_shared, slot, value, value_io):
+    """V'^T = (V^T + S^T k_neg^T) A^T, under way."""
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(value, num_regs=value.shape[1] // 2)
+    T.copy(value, value_io)
+    T.wgmma_gemm(
+        value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
+    )
+
+
+@T.macro
+def put_output(output, o_shared, o, first, start, end, i_h, v0):
+    """Rows of the chunk that begins at token ``first``, if they lie between ``start`` and ``end``."""
+    BV, BT = output.shape
+    for i, j in T.Parallel(BV, BT):
+        o_shared[j, i] = T.cast(output[i, j], o.dtype)
+    for i, j in T.Parallel(BT, BV):
+        if (first + i >= start) & (first + i < end):
+            o[first + i, i_h, v0 + j] = o_shared[i, j]
+
+
 def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> Any:
     """A macro: one thread block takes a segment, a value head and BV channels, chunks in order.
 
@@ -141,7 +183,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
     rows = T.GemmWarpPolicy.FullRow
 
     @T.macro
-    def recur(i_block, v, A, Aqk, w_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht):
+    def recur(i_block, v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht):
         i_s = i_block // (HV * VB)
         i_h = i_block // VB % HV
         v0 = i_block % VB * BV
@@ -156,12 +198,13 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
             end = chunk_tokens[first + chunks - 1, 0] + chunk_tokens[first + chunks - 1, 1]
         v_shared = T.alloc_shared((stages, BT, BV), io)
         A_shared = T.alloc_shared((stages, BT, BT), io)
-        w_shared = T.alloc_shared((stages, BT, KP), io)
+        n_shared = T.alloc_shared((stages, BT, KP), io)
         q_shared = T.alloc_shared((stages, BT, KP), io)
         Aqk_shared = T.alloc_shared((stages, BT, BT), io)
         k_shared = T.alloc_shared((stages, BT, KP), io)
         decay_shared = T.alloc_shared((stages, KP), f32)
-        o_shared = T.alloc_shared((BT, BV), io)
+        unit = T.alloc_shared((BT, BT), io)
+        o_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
         state = T.alloc_fragment((BV, KP), f32)
         state_io = T.alloc_fragment((BV, KP), io)
         value = T.alloc_fragment((BV, BT), f32)
@@ -170,24 +213,19 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
         ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
         free = T.alloc_barrier(arrive_count=[consumers] * stages)
         thread = T.get_thread_binding()
+        put_unit(unit)
 
         if thread < consumers:
             T.set_max_nreg(REGISTERS, 1)
             load_state(state, states, i_s, segments, i_h, v0)
             T.copy(state, state_io)
+            T.clear(output)
             for c in T.serial(chunks):
                 slot = c % stages
                 T.barrier_wait(ready[slot], c // stages % 2)
-                T.wgmma_gemm(
-                    v_shared[slot, :, :],
-                    A_shared[slot, :, :],
-                    value,
-                    transpose_A=True,
-                    transpose_B=True,
-                    clear_accum=True,
-                    policy=rows,
-                )
-                T.wgmma_gemm(state_io, w_shared[slot, :, :], value, transpose_B=True, policy=rows)
+                ask_values(v_shared, n_shared, unit, slot, state_io, value)
+                put_output(output, o_shared, o, start + (c - 1) * BT, start, end, i_h, v0)
+                solve_values(A_shared, slot, value, value_io)
                 T.wgmma_gemm(state_io, q_shared[slot, :, :], output, transpose_B=True, clear_accum=True, policy=rows)
                 for i, j in T.Parallel(BV, KP):
                     state[i, j] = state[i, j] * decay_shared[slot, j]
@@ -204,11 +242,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(output, num_regs=BT // 2)
                 T.barrier_arrive(free[slot])
-                for i, j in T.Parallel(BV, BT):
-                    o_shared[j, i] = T.cast(output[i, j], io)
-                for i, j in T.Parallel(BT, BV):
-                    if start + c * BT + i < end:
-                        o[start + c * BT + i, i_h, v0 + j] = o_shared[i, j]
+            put_output(output, o_shared, o, start + (chunks - 1) * BT, start, end, i_h, v0)
             if p.final_state:
                 ends = segments[i_s, 3]
                 for i, j in T.Parallel(BV, KP):
@@ -226,7 +260,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
                     T.barrier_wait(free[slot], (c // stages + 1) % 2)
                     T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
                     load_values(v, v_shared, ready, slot, start + c * BT, end, i_h, v0)
-                    T.tma_copy(w_neg[i_t, i_h, :, :], w_shared[slot, :, :], barrier=ready[slot])
+                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(Aqk[i_t, i_h, :, :], Aqk_shared[slot, :, :], barrier=ready[slot])
@@ -237,9 +271,9 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
 
 
 def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:
-    """v and what prep made in, o out, and some elements of states in fp32; five products a chunk."""
+    """v and what prep made in, o out, and some elements of states in fp32; six products a chunk."""
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
     moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT + 3 * p.KP) * io + p.KP * 4)
-    return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 2 * BT))
+    return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 4 * BT))

@@ -1,6 +1,6 @@
 """Recurrence for Hopper: the transposed state stays in registers, values and output in the same kernel.
 
-    V'^T = V^T A^T + S^T w_neg^T        O^T = S^T qg^T + V'^T Aqk^T        S^T <- S^T diag(decay) + V'^T kg
+    V'^T = (V^T + S^T k_neg^T) A^T        O^T = S^T qg^T + V'^T Aqk^T        S^T <- S^T diag(decay) + V'^T kg
 
 S^T is the accumulator of one product and, rounded, the register operand of others, so the state never goes through
 shared memory; V^T is read transposed by the matrix unit. A warp keeps chunks coming through the tensor memory
@@ -30,7 +30,7 @@ INPUTS = {
     "v": "tokens HV V : io",
     "A": "NT HV BT BT : io",
     "Aqk": "NT HV BT BT : io",
-    "w_neg": "NT HV BT KP : io",
+    "k_neg": "NT HV BT KP : io",
     "qg": "NT HV BT KP : io",
     "kg": "NT HV BT KP : io",
     "decay": "NT HV KP : f32",
@@ -50,7 +50,7 @@ def reference(
     v: torch.Tensor,
     A: torch.Tensor,
     Aqk: torch.Tensor,
-    w_neg: torch.Tensor,
+    k_neg: torch.Tensor,
     qg: torch.Tensor,
     kg: torch.Tensor,
     decay: torch.Tensor,
@@ -59,7 +59,7 @@ def reference(
     chunk_tokens: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay; a segment is a sequence."""
-    factors = {"A": A, "Aqk": Aqk, "w_neg": w_neg, "qg": qg, "kg": kg, "decay": decay}
+    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
     starts = [read_state(case, h0, n, decay) for n in segments[:, 2].tolist()]
     return recurrence_reference(case, starts, v, segments, chunk_tokens, factors)
 
@@ -95,7 +95,7 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
         v: annotate(case, INPUTS["v"], tokens=tokens),
         A: annotate(case, INPUTS["A"], NT=NT),
         Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        w_neg: annotate(case, INPUTS["w_neg"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
@@ -106,7 +106,7 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
         ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
     ):
         with T.Kernel(NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, v, A, Aqk, w_neg, qg, kg, decay, h0, segments, chunk_tokens, o, ht)
+            recur(i_block, v, A, Aqk, k_neg, qg, kg, decay, h0, segments, chunk_tokens, o, ht)
 
     return fwd_recurrence
 
@@ -119,7 +119,7 @@ def default(case: Case) -> FwdRecurrenceConfig:
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v and what prep made in; o out; five products a chunk."""
+    """v and what prep made in; o out; six products a chunk."""
     p = case.problem
     return recurrence_cost(case, sizes, sizes["N"] * p.HV * p.K * p.V * (p.initial_state + p.final_state))
 

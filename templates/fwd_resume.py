@@ -1,6 +1,6 @@
 """Recurrence of segments for Hopper: that of whole sequences, but every segment starts from a state of its own.
 
-    V'^T = V^T A^T + S^T w_neg^T        O^T = S^T qg^T + V'^T Aqk^T        S^T <- S^T diag(decay) + V'^T kg
+    V'^T = (V^T + S^T k_neg^T) A^T        O^T = S^T qg^T + V'^T Aqk^T        S^T <- S^T diag(decay) + V'^T kg
 
 The states that segments start from are known, see fwd_merge, so segments of one sequence run side by side.
 Source: as fwd_recurrence, whose body this is.
@@ -27,7 +27,7 @@ INPUTS = {
     "v": "tokens HV V : io",
     "A": "NT HV BT BT : io",
     "Aqk": "NT HV BT BT : io",
-    "w_neg": "NT HV BT KP : io",
+    "k_neg": "NT HV BT KP : io",
     "qg": "NT HV BT KP : io",
     "kg": "NT HV BT KP : io",
     "decay": "NT HV KP : f32",
@@ -47,7 +47,7 @@ def reference(
     v: torch.Tensor,
     A: torch.Tensor,
     Aqk: torch.Tensor,
-    w_neg: torch.Tensor,
+    k_neg: torch.Tensor,
     qg: torch.Tensor,
     kg: torch.Tensor,
     decay: torch.Tensor,
@@ -56,7 +56,7 @@ def reference(
     chunk_tokens: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
-    factors = {"A": A, "Aqk": Aqk, "w_neg": w_neg, "qg": qg, "kg": kg, "decay": decay}
+    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
     states = starts[:, :, : case.problem.V].to(decay.dtype).unbind()
     return recurrence_reference(case, states, v, segments, chunk_tokens, factors)
 
@@ -85,7 +85,7 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
         v: annotate(case, INPUTS["v"], tokens=tokens),
         A: annotate(case, INPUTS["A"], NT=NT),
         Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        w_neg: annotate(case, INPUTS["w_neg"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
@@ -96,7 +96,7 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
         ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
     ):
         with T.Kernel(NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, v, A, Aqk, w_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht)
+            recur(i_block, v, A, Aqk, k_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht)
 
     return fwd_resume
 
@@ -107,7 +107,7 @@ def default(case: Case) -> FwdResumeConfig:
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v, what prep made and a state a segment in; o and final states out; five products a chunk."""
+    """v, what prep made and a state a segment in; o and final states out; six products a chunk."""
     p = case.problem
     states = sizes["NS"] * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.final_state
     return recurrence_cost(case, sizes, states)

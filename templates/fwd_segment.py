@@ -1,6 +1,6 @@
 """Segments for Hopper: what a stretch of chunks makes of any state it starts from, walked without one.
 
-    V'^T = V^T A^T + X w_neg^T        X <- X diag(decay) + V'^T kg
+    V'^T = (V^T + X k_neg^T) A^T        X <- X diag(decay) + V'^T kg
 
 In X = S^T this is affine: S_end^T = S_start^T transition + local. X = 0 walks to local; without values, X = I walks to
 transition, whose row r is what becomes of a state that is the unit vector r. Exact for any gate, and no chunk waits for
@@ -23,7 +23,10 @@ from kda_tl.templates._recurrence import (
     PRODUCER,
     WARPGROUP,
     RecurrenceConfig,
+    ask_values,
     load_values,
+    put_unit,
+    solve_values,
     walk_reference,
 )
 from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
@@ -31,7 +34,7 @@ from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
 INPUTS = {
     "v": "tokens HV V : io",
     "A": "NT HV BT BT : io",
-    "w_neg": "NT HV BT KP : io",
+    "k_neg": "NT HV BT KP : io",
     "kg": "NT HV BT KP : io",
     "decay": "NT HV KP : f32",
     "segments": "NS 4 : i32",
@@ -48,7 +51,7 @@ def reference(
     *,
     v: torch.Tensor,
     A: torch.Tensor,
-    w_neg: torch.Tensor,
+    k_neg: torch.Tensor,
     kg: torch.Tensor,
     decay: torch.Tensor,
     segments: torch.Tensor,
@@ -56,7 +59,7 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
     p, rows = case.problem, segments.tolist()
-    factors = {"A": A, "w_neg": w_neg, "kg": kg, "decay": decay}
+    factors = {"A": A, "k_neg": k_neg, "kg": kg, "decay": decay}
     values = split_chunks(v.to(decay.dtype), chunk_tokens, case.BT, width=p.VP)
     nothing = values.new_zeros((*values.shape[:3], p.KP))
     zero = decay.new_zeros((p.HV, p.VP, p.KP))
@@ -89,9 +92,9 @@ class FwdSegmentConfig(RecurrenceConfig):
         return reason
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, and two barriers a stage."""
+        """The tiles of every stage, a unit matrix, and two barriers a stage."""
         BT, KP = case.BT, case.problem.KP
-        return self.num_stages * (BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + 16)
+        return self.num_stages * (BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + 16) + BT * BT * 2
 
 
 def build(case: Case, config: FwdSegmentConfig) -> Any:
@@ -108,7 +111,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
     def fwd_segment(
         v: annotate(case, INPUTS["v"], tokens=tokens),
         A: annotate(case, INPUTS["A"], NT=NT),
-        w_neg: annotate(case, INPUTS["w_neg"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
         segments: annotate(case, INPUTS["segments"], NS=NS),
@@ -136,9 +139,10 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                 end = chunk_tokens[first + chunks - 1, 0] + chunk_tokens[first + chunks - 1, 1]
             v_shared = T.alloc_shared((stages, BT, BV), io)
             A_shared = T.alloc_shared((stages, BT, BT), io)
-            w_shared = T.alloc_shared((stages, BT, KP), io)
+            n_shared = T.alloc_shared((stages, BT, KP), io)
             k_shared = T.alloc_shared((stages, BT, KP), io)
             decay_shared = T.alloc_shared((stages, KP), f32)
+            unit = T.alloc_shared((BT, BT), io)
             state = T.alloc_fragment((BV, KP), f32)
             state_io = T.alloc_fragment((BV, KP), io)
             value = T.alloc_fragment((BV, BT), f32)
@@ -146,6 +150,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
+            put_unit(unit)
 
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
@@ -155,16 +160,8 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                 for c in T.serial(chunks):
                     slot = c % stages
                     T.barrier_wait(ready[slot], c // stages % 2)
-                    T.wgmma_gemm(
-                        v_shared[slot, :, :],
-                        A_shared[slot, :, :],
-                        value,
-                        transpose_A=True,
-                        transpose_B=True,
-                        clear_accum=True,
-                        policy=policy,
-                    )
-                    T.wgmma_gemm(state_io, w_shared[slot, :, :], value, transpose_B=True, policy=policy)
+                    ask_values(v_shared, n_shared, unit, slot, state_io, value)
+                    solve_values(A_shared, slot, value, value_io)
                     for i, j in T.Parallel(BV, KP):
                         state[i, j] = state[i, j] * decay_shared[slot, j]
                     T.wait_wgmma(0)
@@ -195,7 +192,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                         T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
                         if i_b < VB:
                             load_values(v, v_shared, ready, slot, start + c * BT, end, i_h, v0)
-                        T.tma_copy(w_neg[i_t, i_h, :, :], w_shared[slot, :, :], barrier=ready[slot])
+                        T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
                         T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
                         T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
                         T.barrier_arrive(ready[slot])
@@ -209,7 +206,7 @@ def default(case: Case) -> FwdSegmentConfig:
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v and what prep made of the chunks that are walked in, local and transition out; three products a chunk of each.
+    """v and what prep made of the chunks that are walked in, local and transition out; four products a chunk of each.
 
     Segments are about as long as each other, and those that end a sequence are not walked.
     """
@@ -217,7 +214,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     io = 4 if p.dtype == "fp32" else 2
     share = NC / max(sizes["NS"], NC)
     moved = sizes["tokens"] * p.HV * p.V * io + sizes["NT"] * p.HV * (BT * (BT + 2 * p.KP) * io + p.KP * 4)
-    products = sizes["NT"] * p.HV * BT * (2 * p.V * (2 * p.K + BT / 2) + 2 * p.K * 2 * p.K)
+    products = sizes["NT"] * p.HV * BT * (2 * p.V * (2 * p.K + BT) + 2 * p.K * 2 * p.K)
     states = NC * p.HV * (p.VP + p.KP) * p.KP * 4
     return Cost(bytes=int(share * moved) + states, flops=int(share * products))
 

@@ -148,7 +148,7 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prepare_chunks(run: Run, x: Mapping[str, Any]) -> Sequence[Any]:
-    """What a chunk does alone: A, Aqk, w_neg, qg, kg, decay."""
+    """What a chunk does alone: A, Aqk, k_neg, qg, kg, decay."""
     return run(
         fwd_prep.STAGE,
         q=x["q"],
@@ -165,13 +165,13 @@ def _prepare_chunks(run: Run, x: Mapping[str, Any]) -> Sequence[Any]:
 
 def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """What a chunk does alone, then what chunks do one after the other: two stages, for Hopper."""
-    A, Aqk, w_neg, qg, kg, decay = _prepare_chunks(run, x)
+    A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
     o, ht = run(
         fwd_recurrence.STAGE,
         v=x["v"],
         A=A,
         Aqk=Aqk,
-        w_neg=w_neg,
+        k_neg=k_neg,
         qg=qg,
         kg=kg,
         decay=decay,
@@ -184,9 +184,9 @@ def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
 
 def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """The same with sequences cut into segments side by side: their effect, the states between them, their outputs."""
-    A, Aqk, w_neg, qg, kg, decay = _prepare_chunks(run, x)
+    A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
     tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
-    local, transition = run(fwd_segment.STAGE, v=x["v"], A=A, w_neg=w_neg, kg=kg, decay=decay, **tables)
+    local, transition = run(fwd_segment.STAGE, v=x["v"], A=A, k_neg=k_neg, kg=kg, decay=decay, **tables)
     (starts,) = run(
         fwd_merge.STAGE,
         local=local,
@@ -200,7 +200,7 @@ def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         v=x["v"],
         A=A,
         Aqk=Aqk,
-        w_neg=w_neg,
+        k_neg=k_neg,
         qg=qg,
         kg=kg,
         decay=decay,
