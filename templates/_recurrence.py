@@ -54,9 +54,9 @@ class RecurrenceConfig(Config):
         return WARPGROUP * self.BV // 64
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, the output's, a unit matrix, and two barriers a stage."""
+        """The tiles of every stage, the output's, a unit matrix, and four barriers a stage."""
         BT, KP = case.BT, case.problem.KP
-        stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 16
+        stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 32
         return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD + BT) * 2
 
 
@@ -146,14 +146,11 @@ def ask_values(v_shared, n_shared, unit, slot, state_io, value):
 
 
 @T.macro
-def solve_values(A_shared, slot, value, value_io):
-    """V'^T = (V^T + S^T k_neg^T) A^T, under way."""
+def finish_values(value, value_io):
+    """Waits for all products, and rounds the values."""
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(value, num_regs=value.shape[1] // 2)
     T.copy(value, value_io)
-    T.wgmma_gemm(
-        value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
-    )
 
 
 @T.macro
@@ -210,6 +207,9 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
         value = T.alloc_fragment((BV, BT), f32)
         value_io = T.alloc_fragment((BV, BT), io)
         output = T.alloc_fragment((BV, BT), f32)
+        # what values are made of is needed first, and free for the next chunk long before the rest
+        values_ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+        values_free = T.alloc_barrier(arrive_count=[consumers] * stages)
         ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
         free = T.alloc_barrier(arrive_count=[consumers] * stages)
         thread = T.get_thread_binding()
@@ -222,10 +222,13 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
             T.clear(output)
             for c in T.serial(chunks):
                 slot = c % stages
-                T.barrier_wait(ready[slot], c // stages % 2)
+                T.barrier_wait(values_ready[slot], c // stages % 2)
                 ask_values(v_shared, n_shared, unit, slot, state_io, value)
                 put_output(output, o_shared, o, start + (c - 1) * BT, start, end, i_h, v0)
-                solve_values(A_shared, slot, value, value_io)
+                finish_values(value, value_io)
+                T.barrier_arrive(values_free[slot])
+                T.barrier_wait(ready[slot], c // stages % 2)
+                T.wgmma_gemm(value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows)
                 T.wgmma_gemm(state_io, q_shared[slot, :, :], output, transpose_B=True, clear_accum=True, policy=rows)
                 for i, j in T.Parallel(BV, KP):
                     state[i, j] = state[i, j] * decay_shared[slot, j]
@@ -257,10 +260,12 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
                 for c in T.serial(chunks):
                     slot = c % stages
                     i_t = first + c
+                    T.barrier_wait(values_free[slot], (c // stages + 1) % 2)
+                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=values_ready[slot])
+                    load_values(v, v_shared, values_ready, slot, start + c * BT, end, i_h, v0)
+                    T.barrier_arrive(values_ready[slot])
                     T.barrier_wait(free[slot], (c // stages + 1) % 2)
                     T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
-                    load_values(v, v_shared, ready, slot, start + c * BT, end, i_h, v0)
-                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(Aqk[i_t, i_h, :, :], Aqk_shared[slot, :, :], barrier=ready[slot])

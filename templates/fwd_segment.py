@@ -24,9 +24,9 @@ from kda_tl.templates._recurrence import (
     WARPGROUP,
     RecurrenceConfig,
     ask_values,
+    finish_values,
     load_values,
     put_unit,
-    solve_values,
     walk_reference,
 )
 from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
@@ -161,12 +161,13 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                     slot = c % stages
                     T.barrier_wait(ready[slot], c // stages % 2)
                     ask_values(v_shared, n_shared, unit, slot, state_io, value)
-                    solve_values(A_shared, slot, value, value_io)
+                    finish_values(value, value_io)
+                    T.wgmma_gemm(
+                        value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=policy
+                    )
                     for i, j in T.Parallel(BV, KP):
                         state[i, j] = state[i, j] * decay_shared[slot, j]
-                    T.wait_wgmma(0)
-                    T.warpgroup_fence_operand(value, num_regs=BT // 2)
-                    T.copy(value, value_io)
+                    finish_values(value, value_io)
                     T.wgmma_gemm(value_io, k_shared[slot, :, :], state, policy=policy)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(state, num_regs=KP // 2)
