@@ -15,9 +15,10 @@ from kda_tl.templates._chunks import join_chunks, split_chunks
 from kda_tl.templates._tile import TL_DTYPE
 
 WARPGROUP = 128
+ROWS = 64  # of the transposed state that a warpgroup multiplies
 PRODUCER = 32  # threads of the warp that loads
-REGISTERS = 240  # a multiplying thread's: with its group's loader at 24, what a multiprocessor has
-LOADER_REGISTERS = 24
+REGISTERS = 232  # a multiplying thread's: two groups with it and a loader's have what a multiprocessor has
+LOADER_REGISTERS = 40
 OUTPUT_PAD = 8  # elements a row of the transposed output: banks of four rows differ
 
 
@@ -51,13 +52,13 @@ class RecurrenceConfig(Config):
     @property
     def consumers(self) -> int:
         """Threads that multiply."""
-        return WARPGROUP * self.BV // 64
+        return WARPGROUP * self.BV // ROWS
 
     def smem_bytes(self, case: Case) -> int:
         """The tiles of every stage, the output's, a unit matrix, and four barriers a stage."""
         BT, KP = case.BT, case.problem.KP
         stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 32
-        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD + BT) * 2
+        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS + BT) * 2
 
 
 def walk_reference(
@@ -165,72 +166,60 @@ def put_output(output, o_shared, o, first, start, end, i_h, v0):
 
 
 def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> Any:
-    """A macro: one thread block takes a segment, a value head and BV channels, chunks in order.
+    """A macro: a thread block takes every ``blocks``-th triple of segment, value head and BV channels.
+
+    What a block loads runs ahead of what it multiplies, from one triple into the next.
 
     Args:
         case: what it is built for.
         config: of the stage.
         load_state: macro of the fragment to fill, the tensor of states, the segment, its row of ``segments`` and the
-            block's head and first channel.
+            head and first channel.
     """
-    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
+    p, BT, stages, groups = case.problem, case.BT, config.num_stages, config.BV // ROWS
     HV, K, KP, VB = p.HV, p.K, p.KP, p.V // config.BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
-    consumers = config.consumers
     rows = T.GemmWarpPolicy.FullRow
 
     @T.macro
-    def recur(i_block, v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht):
-        i_s = i_block // (HV * VB)
-        i_h = i_block // VB % HV
-        v0 = i_block % VB * BV
-        first = segments[i_s, 0]
-        chunks = segments[i_s, 1]
-        start = T.alloc_var("int32")
-        end = T.alloc_var("int32")
-        start = 0
-        end = 0
-        if chunks > 0:
-            start = chunk_tokens[first, 0]
-            end = chunk_tokens[first + chunks - 1, 0] + chunk_tokens[first + chunks - 1, 1]
-        v_shared = T.alloc_shared((stages, BT, BV), io)
-        A_shared = T.alloc_shared((stages, BT, BT), io)
-        n_shared = T.alloc_shared((stages, BT, KP), io)
-        q_shared = T.alloc_shared((stages, BT, KP), io)
-        Aqk_shared = T.alloc_shared((stages, BT, BT), io)
-        k_shared = T.alloc_shared((stages, BT, KP), io)
-        decay_shared = T.alloc_shared((stages, KP), f32)
-        unit = T.alloc_shared((BT, BT), io)
-        o_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
-        state = T.alloc_fragment((BV, KP), f32)
-        state_io = T.alloc_fragment((BV, KP), io)
-        value = T.alloc_fragment((BV, BT), f32)
-        value_io = T.alloc_fragment((BV, BT), io)
-        output = T.alloc_fragment((BV, BT), f32)
-        # what values are made of is needed first, and free for the next chunk long before the rest
-        values_ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-        values_free = T.alloc_barrier(arrive_count=[consumers] * stages)
-        ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-        free = T.alloc_barrier(arrive_count=[consumers] * stages)
-        thread = T.get_thread_binding()
-        put_unit(unit)
-
-        if thread < consumers:
-            T.set_max_nreg(REGISTERS, 1)
+    def multiply(group, i_block, blocks, tensors, tiles, barriers):
+        """A warpgroup's part: ROWS channels."""
+        states, segments, chunk_tokens, o, ht = tensors
+        v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared, unit, o_shared = tiles
+        values_ready, values_free, ready, free = barriers
+        state = T.alloc_fragment((ROWS, KP), f32)
+        state_io = T.alloc_fragment((ROWS, KP), io)
+        value = T.alloc_fragment((ROWS, BT), f32)
+        value_io = T.alloc_fragment((ROWS, BT), io)
+        output = T.alloc_fragment((ROWS, BT), f32)
+        step = T.alloc_var("int32")
+        T.set_max_nreg(REGISTERS, 1)
+        step = 0
+        for n in T.serial(T.ceildiv(segments.shape[0] * HV * VB - i_block, blocks)):
+            i = i_block + n * blocks
+            i_s = i // (HV * VB)
+            i_h = i // VB % HV
+            v0 = i % VB * config.BV + group * ROWS
+            first = segments[i_s, 0]
+            chunks = segments[i_s, 1]
+            last = T.max(first + chunks - 1, 0)
+            start = chunk_tokens[T.min(first, last), 0]
+            end = chunk_tokens[last, 0] + chunk_tokens[last, 1]
             load_state(state, states, i_s, segments, i_h, v0)
             T.copy(state, state_io)
             T.clear(output)
             for c in T.serial(chunks):
-                slot = c % stages
-                T.barrier_wait(values_ready[slot], c // stages % 2)
-                ask_values(v_shared, n_shared, unit, slot, state_io, value)
-                put_output(output, o_shared, o, start + (c - 1) * BT, start, end, i_h, v0)
+                slot = step % stages
+                turn = step // stages % 2
+                T.barrier_wait(values_ready[slot], turn)
+                ask_values(v_shared[group], n_shared, unit, slot, state_io, value)
+                put_output(output, o_shared[group], o, start + (c - 1) * BT, start, end, i_h, v0)
                 finish_values(value, value_io)
                 T.barrier_arrive(values_free[slot])
-                T.barrier_wait(ready[slot], c // stages % 2)
+                T.barrier_wait(ready[slot], turn)
                 T.wgmma_gemm(value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows)
                 T.wgmma_gemm(state_io, q_shared[slot, :, :], output, transpose_B=True, clear_accum=True, policy=rows)
-                for i, j in T.Parallel(BV, KP):
+                for i, j in T.Parallel(ROWS, KP):
                     state[i, j] = state[i, j] * decay_shared[slot, j]
                 T.wait_wgmma(1)
                 T.warpgroup_fence_operand(value, num_regs=BT // 2)
@@ -245,32 +234,90 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(output, num_regs=BT // 2)
                 T.barrier_arrive(free[slot])
-            put_output(output, o_shared, o, start + (chunks - 1) * BT, start, end, i_h, v0)
+                step = step + 1
+            put_output(output, o_shared[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
             if p.final_state:
                 ends = segments[i_s, 3]
-                for i, j in T.Parallel(BV, KP):
+                for i, j in T.Parallel(ROWS, KP):
                     if (ends >= 0) & (j < K):
                         if p.state_v_first:
                             ht[ends, i_h, v0 + i, j] = state[i, j]
                         else:
                             ht[ends, i_h, j, v0 + i] = state[i, j]
-        else:
-            T.set_max_nreg(LOADER_REGISTERS, 0)
-            if thread < consumers + PRODUCER:
+
+    @T.macro
+    def load(i_block, blocks, tensors, factors, tiles, barriers):
+        """The part of the warp that loads."""
+        v, segments, chunk_tokens = tensors
+        A, Aqk, k_neg, qg, kg, decay = factors
+        v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared = tiles
+        values_ready, values_free, ready, free = barriers
+        step = T.alloc_var("int32")
+        T.set_max_nreg(LOADER_REGISTERS, 0)
+        if T.get_thread_binding() < config.consumers + PRODUCER:
+            step = 0
+            for n in T.serial(T.ceildiv(segments.shape[0] * HV * VB - i_block, blocks)):
+                i = i_block + n * blocks
+                i_s = i // (HV * VB)
+                i_h = i // VB % HV
+                first = segments[i_s, 0]
+                chunks = segments[i_s, 1]
+                last = T.max(first + chunks - 1, 0)
+                start = chunk_tokens[T.min(first, last), 0]
+                end = chunk_tokens[last, 0] + chunk_tokens[last, 1]
                 for c in T.serial(chunks):
-                    slot = c % stages
+                    slot = step % stages
+                    turn = (step // stages + 1) % 2
                     i_t = first + c
-                    T.barrier_wait(values_free[slot], (c // stages + 1) % 2)
+                    T.barrier_wait(values_free[slot], turn)
                     T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=values_ready[slot])
-                    load_values(v, v_shared, values_ready, slot, start + c * BT, end, i_h, v0)
+                    for group, tile in enumerate(v_shared):
+                        v0 = i % VB * config.BV + group * ROWS
+                        load_values(v, tile, values_ready, slot, start + c * BT, end, i_h, v0)
                     T.barrier_arrive(values_ready[slot])
-                    T.barrier_wait(free[slot], (c // stages + 1) % 2)
+                    T.barrier_wait(free[slot], turn)
                     T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(Aqk[i_t, i_h, :, :], Aqk_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
                     T.barrier_arrive(ready[slot])
+                    step = step + 1
+
+    @T.macro
+    def recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht):
+        v_shared = [T.alloc_shared((stages, BT, ROWS), io) for _ in range(groups)]
+        o_shared = [T.alloc_shared((BT, ROWS + OUTPUT_PAD), io) for _ in range(groups)]
+        A_shared = T.alloc_shared((stages, BT, BT), io)
+        n_shared = T.alloc_shared((stages, BT, KP), io)
+        q_shared = T.alloc_shared((stages, BT, KP), io)
+        Aqk_shared = T.alloc_shared((stages, BT, BT), io)
+        k_shared = T.alloc_shared((stages, BT, KP), io)
+        decay_shared = T.alloc_shared((stages, KP), f32)
+        unit = T.alloc_shared((BT, BT), io)
+        # what values are made of is needed first, and free for the next chunk long before the rest
+        values_ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+        values_free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
+        ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+        free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
+        thread = T.get_thread_binding()
+        put_unit(unit)
+
+        tensors = (states, segments, chunk_tokens, o, ht)
+        factors = (A, Aqk, k_neg, qg, kg, decay)
+        loaded = (v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared)
+        tiles = (*loaded, unit, o_shared)
+        barriers = (values_ready, values_free, ready, free)
+        if thread < WARPGROUP:
+            multiply(0, i_block, blocks, tensors, tiles, barriers)
+        else:
+            if groups == 1:
+                load(i_block, blocks, (v, segments, chunk_tokens), factors, loaded, barriers)
+            else:
+                if thread < config.consumers:
+                    multiply(1, i_block, blocks, tensors, tiles, barriers)
+                else:
+                    load(i_block, blocks, (v, segments, chunk_tokens), factors, loaded, barriers)
 
     return recur
 

@@ -83,7 +83,7 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
     def load_state(state, h0, i_s, segments, i_h, v0):
         if p.initial_state:
             i_n = segments[i_s, 2]
-            for i, j in T.Parallel(config.BV, KP):
+            for i, j in T.Parallel(*state.shape):
                 state[i, j] = T.if_then_else(j < K, state_at(h0, i_n, i_h, j, v0 + i), 0.0)
         else:
             T.clear(state)
@@ -105,8 +105,9 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
         o: annotate(case, OUTPUTS["o"], tokens=tokens),
         ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
     ):
-        with T.Kernel(NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, v, A, Aqk, k_neg, qg, kg, decay, h0, segments, chunk_tokens, o, ht)
+        blocks = T.min(NS * HV * VB, case.device.num_sms)
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
+            recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, h0, segments, chunk_tokens, o, ht)
 
     return fwd_recurrence
 

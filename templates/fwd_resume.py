@@ -75,7 +75,7 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
 
     @T.macro
     def load_state(state, starts, i_s, segments, i_h, v0):
-        for i, j in T.Parallel(config.BV, KP):
+        for i, j in T.Parallel(*state.shape):
             state[i, j] = starts[i_s, i_h, v0 + i, j]
 
     recur = build_recurrence(case, config, load_state)
@@ -95,8 +95,9 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
         o: annotate(case, OUTPUTS["o"], tokens=tokens),
         ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
     ):
-        with T.Kernel(NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, v, A, Aqk, k_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht)
+        blocks = T.min(NS * HV * VB, case.device.num_sms)
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
+            recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht)
 
     return fwd_resume
 
