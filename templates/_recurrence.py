@@ -55,9 +55,9 @@ class RecurrenceConfig(Config):
         return WARPGROUP * self.BV // ROWS
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, the output's, a unit matrix, and four barriers a stage."""
+        """The tiles of every stage, the output's, a unit matrix, and three barriers a stage."""
         BT, KP = case.BT, case.problem.KP
-        stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 32
+        stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 24
         return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS + BT) * 2
 
 
@@ -186,7 +186,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
         """A warpgroup's part: ROWS channels."""
         states, segments, chunk_tokens, o, ht = tensors
         v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared, unit, o_shared = tiles
-        values_ready, values_free, ready, free = barriers
+        early, ready, free = barriers
         state = T.alloc_fragment((ROWS, KP), f32)
         state_io = T.alloc_fragment((ROWS, KP), io)
         value = T.alloc_fragment((ROWS, BT), f32)
@@ -211,12 +211,15 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
             for c in T.serial(chunks):
                 slot = step % stages
                 turn = step // stages % 2
-                T.barrier_wait(values_ready[slot], turn)
+                if config.early:
+                    T.barrier_wait(early[slot], turn)
+                else:
+                    T.barrier_wait(ready[slot], turn)
                 ask_values(v_shared[group], n_shared, unit, slot, state_io, value)
                 put_output(output, o_shared[group], o, start + (c - 1) * BT, start, end, i_h, v0)
                 finish_values(value, value_io)
-                T.barrier_arrive(values_free[slot])
-                T.barrier_wait(ready[slot], turn)
+                if config.early:
+                    T.barrier_wait(ready[slot], turn)
                 T.wgmma_gemm(value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows)
                 T.wgmma_gemm(state_io, q_shared[slot, :, :], output, transpose_B=True, clear_accum=True, policy=rows)
                 for i, j in T.Parallel(ROWS, KP):
@@ -251,7 +254,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
         v, segments, chunk_tokens = tensors
         A, Aqk, k_neg, qg, kg, decay = factors
         v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared = tiles
-        values_ready, values_free, ready, free = barriers
+        early, ready, free = barriers
         step = T.alloc_var("int32")
         T.set_max_nreg(LOADER_REGISTERS, 0)
         if T.get_thread_binding() < config.consumers + PRODUCER:
@@ -269,13 +272,14 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
                     slot = step % stages
                     turn = (step // stages + 1) % 2
                     i_t = first + c
-                    T.barrier_wait(values_free[slot], turn)
-                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=values_ready[slot])
+                    first_ready = early if config.early else ready
+                    T.barrier_wait(free[slot], turn)
+                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=first_ready[slot])
                     for group, tile in enumerate(v_shared):
                         v0 = i % VB * config.BV + group * ROWS
-                        load_values(v, tile, values_ready, slot, start + c * BT, end, i_h, v0)
-                    T.barrier_arrive(values_ready[slot])
-                    T.barrier_wait(free[slot], turn)
+                        load_values(v, tile, first_ready, slot, start + c * BT, end, i_h, v0)
+                    if config.early:
+                        T.barrier_arrive(early[slot])
                     T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
@@ -295,9 +299,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
         k_shared = T.alloc_shared((stages, BT, KP), io)
         decay_shared = T.alloc_shared((stages, KP), f32)
         unit = T.alloc_shared((BT, BT), io)
-        # what values are made of is needed first, and free for the next chunk long before the rest
-        values_ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-        values_free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
+        early = T.alloc_barrier(arrive_count=[PRODUCER] * stages)  # what is multiplied first
         ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
         free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
         thread = T.get_thread_binding()
@@ -307,7 +309,7 @@ def build_recurrence(case: Case, config: RecurrenceConfig, load_state: Any) -> A
         factors = (A, Aqk, k_neg, qg, kg, decay)
         loaded = (v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared)
         tiles = (*loaded, unit, o_shared)
-        barriers = (values_ready, values_free, ready, free)
+        barriers = (early, ready, free)
         if thread < WARPGROUP:
             multiply(0, i_block, blocks, tensors, tiles, barriers)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Cost, Stage, prefer
+from kda_tl.stage import Case, Cost, Stage, axis, prefer
 from kda_tl.templates._recurrence import (
     WARPGROUP,
     RecurrenceConfig,
@@ -66,7 +66,11 @@ def reference(
 
 @dataclass(frozen=True, kw_only=True)
 class FwdRecurrenceConfig(RecurrenceConfig):
-    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
+    whether values are multiplied before all of their chunk has come.
+    """
+
+    early: bool = axis(True, True, False)
 
 
 def build(case: Case, config: FwdRecurrenceConfig) -> Any:
@@ -116,7 +120,7 @@ def default(case: Case) -> FwdRecurrenceConfig:
     """64 channels a block, 128 where all heads' blocks of 64 are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // 64) > case.device.num_sms
-    return prefer(case, FwdRecurrenceConfig(BV=128 if wide else 64))
+    return prefer(case, FwdRecurrenceConfig(BV=128, early=False) if wide else FwdRecurrenceConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Cost, Stage, prefer
+from kda_tl.stage import Case, Cost, Stage, axis, prefer
 from kda_tl.templates._recurrence import (
     WARPGROUP,
     RecurrenceConfig,
@@ -63,7 +63,11 @@ def reference(
 
 @dataclass(frozen=True, kw_only=True)
 class FwdResumeConfig(RecurrenceConfig):
-    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
+    whether values are multiplied before all of their chunk has come.
+    """
+
+    early: bool = axis(True, True, False)
 
 
 def build(case: Case, config: FwdResumeConfig) -> Any:
