@@ -149,7 +149,7 @@ def _view_results(ready: Ready, a: dict[str, Any], out: Mapping[str, Any]) -> An
     """A pass's results as the operator returns them."""
     q, p = a["q"], ready.problem
     o = out["o"]
-    if o.dim() == 3:  # replays give it in the caller's shape
+    if o.shape != a["v"].shape:  # a view is 2.5 us of the host's time
         o = o.view(a["v"].shape)
     if o.dtype != q.dtype:  # the CPU target computes in fp32
         o = o.to(q.dtype)

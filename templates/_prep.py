@@ -42,7 +42,7 @@ class Gate:
         if self.p.gate == "safe":
             return unit * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
         z = RCP_LN2 * x + RCP_LN2 * bias
-        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(-T.max(z, -z))))
+        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(-T.abs(z))))
 
 
 def _row_of_q(i: Any) -> Any:

@@ -140,9 +140,7 @@ def put_unit(unit):
 def ask_values(v_shared, n_shared, unit, slot, state_io, value):
     """V^T + S^T k_neg^T of the chunk in a slot, under way: V^T, which shared memory holds transposed, times one."""
     rows = T.GemmWarpPolicy.FullRow
-    T.wgmma_gemm(
-        v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows
-    )
+    T.wgmma_gemm(v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows)
     T.wgmma_gemm(state_io, n_shared[slot, :, :], value, transpose_B=True, policy=rows)
 
 

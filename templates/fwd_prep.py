@@ -6,11 +6,12 @@
     A = (I + L)^-1 diag(beta),   L[i, j] = beta_i <k_i 2^(G_i - G_j), k_j>   j < i
 
 A thread owns four neighbouring channels of one sub-chunk and walks down its rows, so gates, cumsums and exponentials
-stay in registers. Pairs of rows are products of anchored operands: rows of a sub-chunk relative to its middle row m,
+stay in registers. Pairs of rows are products of anchored operands: rows of a sub-chunk relative to its middle row,
 keys relative to the middle of the sub-chunk whose rows they meet, which lies below them:
 
     <q_i 2^(G_i - m_b), k_j 2^(m_b - G_j)>      i in sub-chunk b, j in sub-chunk a <= b
 
+Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time.
 A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
@@ -218,8 +219,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                 anchor[s, j] = T.round(before[s, j] + middle[s, j])
             for s, j in T.Parallel(NB, KP):
                 middle[s, j] = anchor[s, j] - before[s, j]
-            for s, j in T.Parallel(NB, KP):
-                anchors[s, j] = anchor[s, j]
+            T.copy(anchor, anchors)
             for j in T.Parallel(KP):
                 decay[i_t, i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
             ahead = T.alloc_fragment((NB, KP), io)

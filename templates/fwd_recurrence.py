@@ -76,7 +76,7 @@ class FwdRecurrenceConfig(RecurrenceConfig):
 def build(case: Case, config: FwdRecurrenceConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV channels), chunks in order."""
     p = case.problem
-    HV, K, KP, VB = p.HV, p.K, p.KP, p.V // config.BV
+    HV, K, VB = p.HV, p.K, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
     state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 

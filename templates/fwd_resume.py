@@ -73,7 +73,7 @@ class FwdResumeConfig(RecurrenceConfig):
 def build(case: Case, config: FwdResumeConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BV channels), chunks in order."""
     p = case.problem
-    HV, KP, VB = p.HV, p.KP, p.V // config.BV
+    HV, VB = p.HV, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
     state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 

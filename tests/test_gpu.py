@@ -320,10 +320,11 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def test_host_time_of_a_warm_call() -> None:
+@pytest.mark.parametrize("staged", [False, True], ids=["as called", "staged"])
+def test_host_time_of_a_warm_call(staged: bool) -> None:
     call = draw_call(WIDE, (64,), 0, varlen=False, device="cuda")
     arguments = operator_arguments(call)
-    with kda_tl.pin(plan_of(WIDE, BT)), frozen_garbage():
+    with kda_tl.pin(plan_of(WIDE, BT)) if staged else contextlib.nullcontext(), frozen_garbage():
         chunk_kda(**arguments)
         samples = []
         for _ in range(25):
