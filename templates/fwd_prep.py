@@ -164,7 +164,8 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             i_hv = T.alloc_var("int32")
             i_t = NT - 1 - i_block // HV
             i_hv = i_block % HV
-            # TileLang checks a variable at every access: 450 instructions (H=96, softplus)
+            # else TileLang 0.1.15 checks the variable at every access: 450 instructions (H=96, softplus). The same of
+            # i_t or i_h makes it refuse a barrier.
             T.assume((i_hv >= 0) & (i_hv < HV))
             i_h = i_hv // group
             start = chunk_tokens[i_t, 0]

@@ -15,10 +15,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Cost, Stage, axis, prefer
+from kda_tl.stage import Case, Cost, Stage, prefer
 from kda_tl.templates._recurrence import (
     WARPGROUP,
-    RecurrenceConfig,
+    OutputConfig,
     build_recurrence,
     read_state,
     recurrence_cost,
@@ -65,16 +65,14 @@ def reference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdRecurrenceConfig(RecurrenceConfig):
+class FwdRecurrenceConfig(OutputConfig):
     """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
     whether values are multiplied before all of their chunk has come.
     """
 
-    early: bool = axis(True, True, False)
-
 
 def build(case: Case, config: FwdRecurrenceConfig) -> Any:
-    """The kernel: one thread block a (sequence, value head, BV channels), chunks in order."""
+    """The kernel: a block a multiprocessor takes (sequence, value head, BV channels) in turn, chunks in order."""
     p = case.problem
     HV, K, VB = p.HV, p.K, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")

@@ -13,10 +13,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Cost, Stage, axis, prefer
+from kda_tl.stage import Case, Cost, Stage, prefer
 from kda_tl.templates._recurrence import (
     WARPGROUP,
-    RecurrenceConfig,
+    OutputConfig,
     build_recurrence,
     recurrence_cost,
     recurrence_reference,
@@ -62,16 +62,14 @@ def reference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdResumeConfig(RecurrenceConfig):
+class FwdResumeConfig(OutputConfig):
     """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
     whether values are multiplied before all of their chunk has come.
     """
 
-    early: bool = axis(True, True, False)
-
 
 def build(case: Case, config: FwdResumeConfig) -> Any:
-    """The kernel: one thread block a (segment, value head, BV channels), chunks in order."""
+    """The kernel: a block a multiprocessor takes (segment, value head, BV channels) in turn, chunks in order."""
     p = case.problem
     HV, VB = p.HV, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
