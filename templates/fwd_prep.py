@@ -11,7 +11,8 @@ keys relative to the middle of the sub-chunk whose rows they meet, which lies be
 
     <q_i 2^(G_i - m_b), k_j 2^(m_b - G_j)>      i in sub-chunk b, j in sub-chunk a <= b
 
-Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time.
+Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time;
+but a token that is alone in its chunk is its own anchor, so that its only pair sees no rounded exponential.
 A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
@@ -217,7 +218,8 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
             anchor = T.alloc_fragment((NB, KP), f32)
             for s, j in T.Parallel(NB, KP):
-                anchor[s, j] = T.round(before[s, j] + middle[s, j])
+                anchor[s, j] = before[s, j] + middle[s, j]
+                anchor[s, j] = T.if_then_else(count > 1, T.round(anchor[s, j]), anchor[s, j])
             for s, j in T.Parallel(NB, KP):
                 middle[s, j] = anchor[s, j] - before[s, j]
             T.copy(anchor, anchors)
