@@ -149,10 +149,11 @@ def dim_size(dim: str, sizes: Mapping[str, int]) -> int:
 
 
 def static_sizes(case: Case) -> dict[str, int]:
-    """Dimensions known when a kernel is built."""
+    """Dimensions known when a kernel is built. LOWER HALF: a lower triangle's two halves, see ``pack_lower``."""
     p = case.problem
     heads = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "G": p.G}
-    return heads | {"KP": p.KP, "VP": p.VP, "GP": p.GP, "BT": case.BT, "BC": case.BC}
+    chunk = {"BT": case.BT, "BC": case.BC, "HALF": case.BT // 2, "LOWER": case.BT + case.BT // 2}
+    return heads | {"KP": p.KP, "VP": p.VP, "GP": p.GP} | chunk
 
 
 @dataclass(frozen=True, kw_only=True)

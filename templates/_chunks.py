@@ -37,6 +37,19 @@ def join_chunks(tiles: torch.Tensor, chunk_tokens: torch.Tensor, tokens: int, wi
     return out.index_put(((start + row)[inside],), rows[inside])
 
 
+def pack_lower(x: torch.Tensor) -> torch.Tensor:
+    """Lower triangular ``[..., BT, BT]`` as ``[..., LOWER, HALF]``: its left half, then the lower half of the right."""
+    half = x.shape[-1] // 2
+    return torch.cat((x[..., :half], x[..., half:, half:]), dim=-2)
+
+
+def unpack_lower(x: torch.Tensor) -> torch.Tensor:
+    """The inverse: ``[..., LOWER, HALF]`` to ``[..., BT, BT]``."""
+    half = x.shape[-1]
+    left, right = x.split((2 * half, half), dim=-2)
+    return torch.cat((left, torch.nn.functional.pad(right, (0, 0, half, 0))), dim=-1)
+
+
 def first_rows(BT: int, rank: int, device: torch.device) -> torch.Tensor:
     """Which of BT rows are the first of their token: ``[BT, 1]``, bool."""
     return (torch.arange(BT, device=device) % rank == 0)[:, None]

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.problem import Problem
-from kda_tl.templates._tile import RCP_LN2
+from kda_tl.templates._tile import RCP_LN2, beta_factor
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
 BC = 16  # tokens a sub-chunk
@@ -35,14 +35,29 @@ class Gate:
         """What every decay of a head is a multiple of: with 0 in its place a row adds nothing."""
         return {"log": RCP_LN2, "safe": lower_bound * RCP_LN2, "softplus": slope / RCP_LN2}[self.p.gate]
 
-    def log2_decay(self, x: Any, unit: Any, slope: Any, bias: Any) -> Any:
-        """Of a raw gate. Fast log2 of 1 + t is off by 2^-22: 2.5e-4 of a decay of 2^-10."""
+    def log2_decay(self, x: Any, unit: Any, slope: Any, bias: Any, overflow: bool = False) -> Any:
+        """Of a raw gate. Fast log2 of 1 + t is off by 2^-22: 2.5e-4 of a decay of 2^-10.
+
+        With ``overflow`` that of softplus is infinite where its exponential is, from 88 on, or no number where the unit
+        is 0: two instructions less.
+        """
         if self.p.gate == "log":
             return x * unit
         if self.p.gate == "safe":
             return unit * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
         z = RCP_LN2 * x + RCP_LN2 * bias
-        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(-T.abs(z))))
+        if overflow:
+            return unit * T.log2(1.0 + T.exp2(z))
+        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(T.min(z, -z))))
+
+
+LEAST_STEP = 2.0**-40
+
+
+def step_size(p: Problem, raw: Any) -> Any:
+    """beta_factor; not below 2^-40 before a backward, which divides by it: no output shows the difference."""
+    step = beta_factor(p, raw)
+    return step if p.direction == "fwd" else T.if_then_else(T.abs(step) < LEAST_STEP, LEAST_STEP, step)
 
 
 def _row_of_q(i: Any) -> Any:
@@ -82,7 +97,7 @@ def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
             own_unit = T.if_then_else((s * BC + i < count) & (j < gate.p.K), unit, 0.0)
-            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_unit, slope, bias[s, j])
+            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_unit, slope, bias[s, j], overflow=True)
         for s, j in T.Parallel(NB, KP):
             total[s, j] = total[s, j] + step[s, j]
         for s, j in T.Parallel(NB, KP):
@@ -104,17 +119,20 @@ def put_pairs(tile, first, left, both):
 @T.macro
 def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
     """Aqk to where it belongs, and zeros above the inverse's diagonal, by 64 threads."""
+    HALF = Aqk.shape[3]
     pairs = T.alloc_local((8,), "float32")
     for n in T.unroll(8):
         i = n * 8 + thread // 8
         j = thread % 8 * 8
         for e in T.vectorized(8):
             pairs[e] = both[n // 2 * 2 * BC + i % BC, j + e]
-        for e in T.vectorized(8):
-            Aqk[i_t, i_hv, i, j + e] = T.cast(T.if_then_else(n // 2 >= thread % 8 // 2, pairs[e], 0.0), Aqk.dtype)
-        if thread % 8 // 2 > n // 2:
+        if (n >= 4) | (j < HALF):
             for e in T.vectorized(8):
-                inverse[i, j + e] = T.cast(0.0, inverse.dtype)
+                kept = T.if_then_else(n // 2 >= thread % 8 // 2, pairs[e], 0.0)
+                Aqk[i_t, i_hv, i + j // HALF * HALF, j % HALF + e] = T.cast(kept, Aqk.dtype)
+            if thread % 8 // 2 > n // 2:
+                for e in T.vectorized(8):
+                    inverse[i, j + e] = T.cast(0.0, inverse.dtype)
 
 
 def _read(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> Any:
@@ -181,3 +199,16 @@ def take_exactly(gate, tensors, at, factors, both, scalars):
                     keep = beta if below else T.if_then_else(i >= n, 1.0, 0.0)
                     before = T.if_then_else(part > 0, both[_row_of_q(i) + below, n], 0.0)
                     both[_row_of_q(i) + below, n] = before + dot[i] * factor[_row_of_q(i) + below] * keep
+
+
+@T.macro
+def take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
+    """The pair of a token that is alone in its chunk, from q and k as they came."""
+    K = q.shape[2]
+    product = T.alloc_fragment((1, KP), "float32")
+    dot = T.alloc_fragment((1,), "float32")
+    for i, c in T.Parallel(1, KP):
+        product[i, c] = _read(q, start, 1, i, i_h, c, K) * _read(k, start, 1, i, i_h, c, K)
+    T.reduce_sum(product, dot, dim=1)
+    for i in T.Parallel(1):
+        Aqk[i_t, i_hv, i, 0] = T.cast(dot[i] * factor[0] * factor[BC], Aqk.dtype)

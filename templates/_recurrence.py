@@ -13,9 +13,10 @@ from typing import Any
 
 import tilelang.language as T
 import torch
+from tilelang.layout import make_half_bank_swizzled_layout
 
 from kda_tl.stage import Case, Config, Cost, axis
-from kda_tl.templates._chunks import join_chunks, split_chunks
+from kda_tl.templates._chunks import join_chunks, split_chunks, unpack_lower
 from kda_tl.templates._tile import TL_DTYPE
 
 WARPGROUP = 128
@@ -87,6 +88,7 @@ def walk_reference(
     outputs = []
     for t in range(first, first + count):
         x = {name: factor[t].to(state.dtype) for name, factor in factors.items()}
+        x |= {name: unpack_lower(x[name]) for name in ("A", "Aqk") if name in x}
         v_new = x["A"] @ (values[t] + x["k_neg"] @ state.mT)
         if "qg" in x:
             outputs.append(x["qg"] @ state.mT + x["Aqk"] @ v_new)
@@ -127,6 +129,17 @@ def read_state(case: Case, h0: torch.Tensor | None, n: int, like: torch.Tensor) 
 
 
 @T.macro
+def find_chunks(segments, chunk_tokens, i_s):
+    """A segment's first chunk, their number, its first token and the one past its end."""
+    first = segments[i_s, 0]
+    chunks = segments[i_s, 1]
+    last = T.max(first + chunks - 1, 0)
+    start = chunk_tokens[T.min(first, last), 0]
+    end = chunk_tokens[last, 0] + chunk_tokens[last, 1]
+    return first, chunks, start, end
+
+
+@T.macro
 def load_values(v, v_shared, ready, slot, first, end, i_h, v0):
     """Values of a chunk to shared memory by one warp, zeros past the sequence's end."""
     _, BT, BV = v_shared.shape
@@ -138,11 +151,28 @@ def load_values(v, v_shared, ready, slot, first, end, i_h, v0):
         T.fence_proxy_async()
 
 
+def layout_lower(*tiles: Any) -> dict[Any, Any]:
+    """Layouts of tiles ``[stages, BT, BT]`` whose halves are loaded apart: each is 32 columns of 64 bytes a row."""
+    return {tile: make_half_bank_swizzled_layout(tile) for tile in tiles}
+
+
 @T.macro
-def put_unit(unit):
-    """A unit matrix in shared memory, by all threads."""
+def load_lower(x, i_t, i_h, tile, slot, ready):
+    """A lower triangular matrix to shared memory. What lies above its left half's diagonal block is never written."""
+    half = tile.shape[1] // 2
+    T.tma_copy(x[i_t, i_h, : 2 * half, :], tile[slot, :, :half], barrier=ready[slot])
+    T.tma_copy(x[i_t, i_h, 2 * half :, :], tile[slot, half:, half:], barrier=ready[slot])
+
+
+@T.macro
+def put_constants(unit, triangles):
+    """A unit matrix, and zeros where triangles are never loaded, in shared memory, by all threads."""
     for i, j in T.Parallel(*unit.shape):
         unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
+    for tile in triangles:
+        stages, BT, _ = tile.shape
+        for s, i, j in T.Parallel(stages, BT // 2, BT // 2):
+            tile[s, i, BT // 2 + j] = 0
     T.fence_proxy_async()
     T.sync_threads()
 
@@ -212,21 +242,14 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
             i_s = i // (HV * VB)
             i_h = i // VB % HV
             v0 = i % VB * config.BV + group * ROWS
-            first = segments[i_s, 0]
-            chunks = segments[i_s, 1]
-            last = T.max(first + chunks - 1, 0)
-            start = chunk_tokens[T.min(first, last), 0]
-            end = chunk_tokens[last, 0] + chunk_tokens[last, 1]
+            _, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
             load_state(state, states, i_s, segments, i_h, v0)
             T.copy(state, state_io)
             T.clear(output)
             for c in T.serial(chunks):
                 slot = step % stages
                 turn = step // stages % 2
-                if config.early:
-                    T.barrier_wait(early[slot], turn)
-                else:
-                    T.barrier_wait(ready[slot], turn)
+                T.barrier_wait(early[slot], turn)
                 ask_values(v_shared[group], n_shared, unit, slot, state_io, value)
                 put_output(output, o_shared[group], o, start + (c - 1) * BT, start, end, i_h, v0)
                 finish_values(value, value_io)
@@ -275,27 +298,22 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
                 i = i_block + n * blocks
                 i_s = i // (HV * VB)
                 i_h = i // VB % HV
-                first = segments[i_s, 0]
-                chunks = segments[i_s, 1]
-                last = T.max(first + chunks - 1, 0)
-                start = chunk_tokens[T.min(first, last), 0]
-                end = chunk_tokens[last, 0] + chunk_tokens[last, 1]
+                first, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
                 for c in T.serial(chunks):
                     slot = step % stages
                     turn = (step // stages + 1) % 2
                     i_t = first + c
-                    first_ready = early if config.early else ready
                     T.barrier_wait(free[slot], turn)
-                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=first_ready[slot])
+                    T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=early[slot])
                     for group, tile in enumerate(v_shared):
                         v0 = i % VB * config.BV + group * ROWS
-                        load_values(v, tile, first_ready, slot, start + c * BT, end, i_h, v0)
+                        load_values(v, tile, early, slot, start + c * BT, end, i_h, v0)
                     if config.early:
                         T.barrier_arrive(early[slot])
-                    T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
+                    load_lower(A, i_t, i_h, A_shared, slot, ready)
                     T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
                     T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
-                    T.tma_copy(Aqk[i_t, i_h, :, :], Aqk_shared[slot, :, :], barrier=ready[slot])
+                    load_lower(Aqk, i_t, i_h, Aqk_shared, slot, ready)
                     T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
                     T.barrier_arrive(ready[slot])
                     step = step + 1
@@ -311,11 +329,12 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
         k_shared = T.alloc_shared((stages, BT, KP), io)
         decay_shared = T.alloc_shared((stages, KP), f32)
         unit = T.alloc_shared((BT, BT), io)
-        early = T.alloc_barrier(arrive_count=[PRODUCER] * stages)  # what is multiplied first
         ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+        early = T.alloc_barrier(arrive_count=[PRODUCER] * stages) if config.early else ready  # what is multiplied first
         free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
         thread = T.get_thread_binding()
-        put_unit(unit)
+        T.annotate_layout(layout_lower(A_shared, Aqk_shared))
+        put_constants(unit, [A_shared, Aqk_shared])
 
         tensors = (states, segments, chunk_tokens, o, ht)
         factors = (A, Aqk, k_neg, qg, kg, decay)
@@ -324,14 +343,10 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
         barriers = (early, ready, free)
         if thread < WARPGROUP:
             multiply(0, i_block, blocks, tensors, tiles, barriers)
+        elif groups == 2 and thread < config.consumers:
+            multiply(1, i_block, blocks, tensors, tiles, barriers)
         else:
-            if groups == 1:
-                load(i_block, blocks, (v, segments, chunk_tokens), factors, loaded, barriers)
-            else:
-                if thread < config.consumers:
-                    multiply(1, i_block, blocks, tensors, tiles, barriers)
-                else:
-                    load(i_block, blocks, (v, segments, chunk_tokens), factors, loaded, barriers)
+            load(i_block, blocks, (v, segments, chunk_tokens), factors, loaded, barriers)
 
     return recur
 
@@ -341,5 +356,5 @@ def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
-    moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT + 3 * p.KP) * io + p.KP * 4)
+    moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
     return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 4 * BT))

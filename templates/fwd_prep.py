@@ -11,8 +11,8 @@ keys relative to the middle of the sub-chunk whose rows they meet, which lies be
 
     <q_i 2^(G_i - m_b), k_j 2^(m_b - G_j)>      i in sub-chunk b, j in sub-chunk a <= b
 
-Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time;
-but a token that is alone in its chunk is its own anchor, so that its only pair sees no rounded exponential.
+Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time.
+A token alone in its chunk has one pair, and no others to average what rounding does: it is taken in fp32.
 A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
@@ -32,9 +32,20 @@ import torch
 from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import fwd_gate, fwd_intra
-from kda_tl.templates._chunks import share_heads, split_chunks
-from kda_tl.templates._prep import PART, Gate, load_gates, load_rows, put_pairs, put_queries, sum_gates, take_exactly
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate, beta_factor
+from kda_tl.templates._chunks import pack_lower, share_heads, split_chunks
+from kda_tl.templates._prep import (
+    PART,
+    Gate,
+    load_gates,
+    load_rows,
+    put_pairs,
+    put_queries,
+    step_size,
+    sum_gates,
+    take_exactly,
+    take_lone,
+)
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 from kda_tl.templates._warp import find_norms, invert, substitute
 
 INPUTS = {
@@ -47,8 +58,8 @@ INPUTS = {
     "chunk_tokens": "NT 2 : i32",
 }
 OUTPUTS = {
-    "A": "NT HV BT BT : io",
-    "Aqk": "NT HV BT BT : io",
+    "A": "NT HV LOWER HALF : io",
+    "Aqk": "NT HV LOWER HALF : io",
     "k_neg": "NT HV BT KP : io",
     "qg": "NT HV BT KP : io",
     "kg": "NT HV BT KP : io",
@@ -84,8 +95,8 @@ def reference(
     A = intra["Akk"] * steps[:, :, None, :]
     last = G[:, :, -1:]
     return {
-        "A": A,
-        "Aqk": intra["Aqk"],
+        "A": pack_lower(A),
+        "Aqk": pack_lower(intra["Aqk"]),
         "k_neg": -k_tile * torch.exp2(G),
         "qg": scale * q_tile * torch.exp2(G),
         "kg": k_tile * torch.exp2(last - G),
@@ -95,6 +106,7 @@ def reference(
 
 THREADS = 128
 ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
+OVERFLOW = 1e38  # of decays that may be infinite
 LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 
 
@@ -135,7 +147,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT, BC = case.problem, case.BT, case.BC
     HV, K, KP, group = p.HV, p.K, p.KP, p.group
-    NB = BT // BC
+    NB, HALF, LOWER = BT // BC, BT // 2, BT + BT // 2
     f32, io = "float32", "bfloat16"
     gate = Gate(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
@@ -165,9 +177,6 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             i_hv = T.alloc_var("int32")
             i_t = NT - 1 - i_block // HV
             i_hv = i_block % HV
-            # else TileLang 0.1.15 checks the variable at every access: 450 instructions (H=96, softplus). The same of
-            # i_t or i_h makes it refuse a barrier.
-            T.assume((i_hv >= 0) & (i_hv < HV))
             i_h = i_hv // group
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
@@ -202,7 +211,8 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                 least = T.alloc_fragment((NB,), f32)
                 wild = T.alloc_shared((NB,), f32)
                 for s, j in T.Parallel(NB, KP):
-                    halves[s, j] = T.min(middle[s, j], total[s, j] - middle[s, j])
+                    half = T.min(middle[s, j], total[s, j] - middle[s, j])
+                    halves[s, j] = T.if_then_else(total[s, j] > -OVERFLOW, half, -OVERFLOW)  # nor if it is no number
                 T.reduce_min(halves, least, dim=1)
                 for s in T.Parallel(NB):
                     wild[s] = least[s]
@@ -218,8 +228,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
             anchor = T.alloc_fragment((NB, KP), f32)
             for s, j in T.Parallel(NB, KP):
-                anchor[s, j] = before[s, j] + middle[s, j]
-                anchor[s, j] = T.if_then_else(count > 1, T.round(anchor[s, j]), anchor[s, j])
+                anchor[s, j] = T.round(before[s, j] + middle[s, j])
             for s, j in T.Parallel(NB, KP):
                 middle[s, j] = anchor[s, j] - before[s, j]
             T.copy(anchor, anchors)
@@ -246,7 +255,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     if i // (2 * BC) * BC + i % BC >= count:
                         rows[i, j] = 0
             for i in T.Parallel(BT):
-                b_factor[i] = T.if_then_else(i < count, beta_factor(p, raw_beta[i]), 0.0)
+                b_factor[i] = T.if_then_else(i < count, step_size(p, raw_beta[i]), 0.0)
             if p.l2norm:
                 find_norms(rows, factor, scale)
             else:
@@ -367,8 +376,10 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             else:
                 put_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
             invert(both, b_factor, block_rows, block_columns, inverse)
-            for i, j in T.Parallel(BT, BT):
-                A[i_t, i_hv, i, j] = inverse[i, j]
+            for i, j in T.Parallel(LOWER, HALF):
+                A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
+            if count == 1:
+                take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk)
 
     return fwd_prep
 
@@ -379,13 +390,13 @@ def default(case: Case) -> FwdPrepConfig:
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """q, k, g and beta in; two BT x BT matrices, three tiles and a row out; two products over K, an inverse."""
+    """q, k, g and beta in; two triangles, three tiles and a row out; two products over K, an inverse."""
     p, BT = case.problem, case.BT
     width = {"bf16": 2, "fp16": 2, "fp32": 4}
     chunks, tokens = sizes["NT"] * p.HV, sizes["tokens"]
     io = width[p.dtype]
     read = tokens * (2 * p.H * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
-    written = chunks * (BT * (2 * BT + 3 * p.KP) * io + p.KP * 4)
+    written = chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
     return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
 
 

@@ -25,8 +25,8 @@ from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 
 INPUTS = {
     "v": "tokens HV V : io",
-    "A": "NT HV BT BT : io",
-    "Aqk": "NT HV BT BT : io",
+    "A": "NT HV LOWER HALF : io",
+    "Aqk": "NT HV LOWER HALF : io",
     "k_neg": "NT HV BT KP : io",
     "qg": "NT HV BT KP : io",
     "kg": "NT HV BT KP : io",

@@ -25,15 +25,17 @@ from kda_tl.templates._recurrence import (
     RecurrenceConfig,
     ask_values,
     finish_values,
+    layout_lower,
+    load_lower,
     load_values,
-    put_unit,
+    put_constants,
     walk_reference,
 )
 from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
 
 INPUTS = {
     "v": "tokens HV V : io",
-    "A": "NT HV BT BT : io",
+    "A": "NT HV LOWER HALF : io",
     "k_neg": "NT HV BT KP : io",
     "kg": "NT HV BT KP : io",
     "decay": "NT HV KP : f32",
@@ -150,7 +152,8 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
-            put_unit(unit)
+            T.annotate_layout(layout_lower(A_shared))
+            put_constants(unit, [A_shared])
 
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
@@ -190,7 +193,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                         slot = c % stages
                         i_t = first + c
                         T.barrier_wait(free[slot], (c // stages + 1) % 2)
-                        T.tma_copy(A[i_t, i_h, :, :], A_shared[slot, :, :], barrier=ready[slot])
+                        load_lower(A, i_t, i_h, A_shared, slot, ready)
                         if i_b < VB:
                             load_values(v, v_shared, ready, slot, start + c * BT, end, i_h, v0)
                         T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
@@ -214,7 +217,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     p, BT, NC = case.problem, case.BT, sizes["NC"]
     io = 4 if p.dtype == "fp32" else 2
     share = NC / max(sizes["NS"], NC)
-    moved = sizes["tokens"] * p.HV * p.V * io + sizes["NT"] * p.HV * (BT * (BT + 2 * p.KP) * io + p.KP * 4)
+    moved = sizes["tokens"] * p.HV * p.V * io + sizes["NT"] * p.HV * (BT * (BT * 3 // 4 + 2 * p.KP) * io + p.KP * 4)
     products = sizes["NT"] * p.HV * BT * (2 * p.V * (2 * p.K + BT) + 2 * p.K * 2 * p.K)
     states = NC * p.HV * (p.VP + p.KP) * p.KP * 4
     return Cost(bytes=int(share * moved) + states, flops=int(share * products))
