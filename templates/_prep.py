@@ -54,7 +54,7 @@ class Gate:
 LEAST_STEP = 2.0**-40
 
 
-def step_size(p: Problem, raw: Any) -> Any:
+def find_step(p: Problem, raw: Any) -> Any:
     """beta_factor; not below 2^-40 before a backward, which divides by it: no output shows the difference."""
     step = beta_factor(p, raw)
     return step if p.direction == "fwd" else T.if_then_else(T.abs(step) < LEAST_STEP, LEAST_STEP, step)

@@ -36,11 +36,11 @@ from kda_tl.templates._chunks import pack_lower, share_heads, split_chunks
 from kda_tl.templates._prep import (
     PART,
     Gate,
+    find_step,
     load_gates,
     load_rows,
     put_pairs,
     put_queries,
-    step_size,
     sum_gates,
     take_exactly,
     take_lone,
@@ -255,7 +255,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     if i // (2 * BC) * BC + i % BC >= count:
                         rows[i, j] = 0
             for i in T.Parallel(BT):
-                b_factor[i] = T.if_then_else(i < count, step_size(p, raw_beta[i]), 0.0)
+                b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
             if p.l2norm:
                 find_norms(rows, factor, scale)
             else:
