@@ -13,6 +13,8 @@ from kda_tl.templates.fwd_gate import FORGOTTEN
 
 BC = 16  # tokens a sub-chunk
 PART = 64  # channels whose pairs are taken exactly at once
+LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two
+OVERFLOW = 1e38  # of decays that may be infinite
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,52 @@ def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
         if i == BC // 2 - 1:
             for s, j in T.Parallel(NB, KP):
                 middle[s, j] = total[s, j]
+
+
+@T.macro
+def find_steepest(middle, total, steepest):
+    """The least exponent of any half of a sub-chunk; least of all where a decay is infinite or no number."""
+    NB, KP = middle.shape
+    halves = T.alloc_fragment((NB, KP), "float32")
+    least = T.alloc_fragment((NB,), "float32")
+    for s, j in T.Parallel(NB, KP):
+        half = T.min(middle[s, j], total[s, j] - middle[s, j])
+        halves[s, j] = T.if_then_else(total[s, j] > -OVERFLOW, half, -OVERFLOW)
+    T.reduce_min(halves, least, dim=1)
+    for s in T.Parallel(NB):
+        steepest[s] = least[s]
+
+
+def is_wild(steepest: Any) -> Any:
+    """Whether anchors are no good: fp32 and bf16 hold 2^127, and keys may be larger than 1."""
+    return T.min(T.min(steepest[0], steepest[1]), T.min(steepest[2], steepest[3])) < -LIMIT
+
+
+@T.macro
+def find_anchors(middle, total, sums, before, last, anchor):
+    """Sums before each sub-chunk and of all; its anchor, from the chunk's start and, in place of the middle, its own.
+
+    Args:
+        middle: sums at the middles of sub-chunks; becomes the anchors, from the start of each.
+        total: sums of sub-chunks.
+        sums: the same in shared memory; written.
+        before: sums of all sub-chunks before each; written.
+        last: of all sub-chunks; written.
+        anchor: the integer nearest to the middle's sum, from the chunk's start; written.
+    """
+    NB, KP = middle.shape
+    for s, j in T.Parallel(NB, KP):
+        sums[s, j] = total[s, j]
+    T.clear(before)
+    T.clear(last)
+    for n in T.unroll(NB):
+        for s, j in T.Parallel(NB, KP):
+            last[s, j] = last[s, j] + sums[n, j]
+            before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
+    for s, j in T.Parallel(NB, KP):
+        anchor[s, j] = T.round(before[s, j] + middle[s, j])
+    for s, j in T.Parallel(NB, KP):
+        middle[s, j] = anchor[s, j] - before[s, j]
 
 
 @T.macro

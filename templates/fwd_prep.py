@@ -36,7 +36,10 @@ from kda_tl.templates._chunks import pack_lower, share_heads, split_chunks
 from kda_tl.templates._prep import (
     PART,
     Gate,
+    find_anchors,
+    find_steepest,
     find_step,
+    is_wild,
     load_gates,
     load_rows,
     put_pairs,
@@ -106,8 +109,6 @@ def reference(
 
 THREADS = 128
 ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
-OVERFLOW = 1e38  # of decays that may be infinite
-LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,30 +208,12 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             anchors = T.alloc_shared((NB, KP), f32)
             sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
             if not p.bounded_gate:
-                halves = T.alloc_fragment((NB, KP), f32)
-                least = T.alloc_fragment((NB,), f32)
                 wild = T.alloc_shared((NB,), f32)
-                for s, j in T.Parallel(NB, KP):
-                    half = T.min(middle[s, j], total[s, j] - middle[s, j])
-                    halves[s, j] = T.if_then_else(total[s, j] > -OVERFLOW, half, -OVERFLOW)  # nor if it is no number
-                T.reduce_min(halves, least, dim=1)
-                for s in T.Parallel(NB):
-                    wild[s] = least[s]
-            for s, j in T.Parallel(NB, KP):
-                sums[s, j] = total[s, j]
+                find_steepest(middle, total, wild)
             before = T.alloc_fragment((NB, KP), f32)
             last = T.alloc_fragment((NB, KP), f32)
-            T.clear(before)
-            T.clear(last)
-            for n in T.unroll(NB):
-                for s, j in T.Parallel(NB, KP):
-                    last[s, j] = last[s, j] + sums[n, j]
-                    before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
             anchor = T.alloc_fragment((NB, KP), f32)
-            for s, j in T.Parallel(NB, KP):
-                anchor[s, j] = T.round(before[s, j] + middle[s, j])
-            for s, j in T.Parallel(NB, KP):
-                middle[s, j] = anchor[s, j] - before[s, j]
+            find_anchors(middle, total, sums, before, last, anchor)
             T.copy(anchor, anchors)
             for j in T.Parallel(KP):
                 decay[i_t, i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
@@ -359,7 +342,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             put_pairs(second, 2, 0, both)
             put_pairs(third, 2, 0, both)
             if not p.bounded_gate:
-                if T.min(T.min(wild[0], wild[1]), T.min(wild[2], wild[3])) < -LIMIT:
+                if is_wild(wild):
                     take_exactly(
                         gate,
                         (q, k, g, dt_bias, k_neg, qg, kg, decay),
