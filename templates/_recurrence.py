@@ -165,14 +165,15 @@ def load_lower(x, i_t, i_h, tile, slot, ready):
 
 
 @T.macro
-def put_constants(unit, triangles):
-    """A unit matrix, and zeros where triangles are never loaded, in shared memory, by all threads."""
-    for i, j in T.Parallel(*unit.shape):
-        unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
+def put_constants(triangles, units=()):
+    """Zeros where triangles are never loaded, and unit matrices, in shared memory, by all threads."""
     for tile in triangles:
         stages, BT, _ = tile.shape
         for s, i, j in T.Parallel(stages, BT // 2, BT // 2):
             tile[s, i, BT // 2 + j] = 0
+    for unit in units:
+        for i, j in T.Parallel(*unit.shape):
+            unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
     T.fence_proxy_async()
     T.sync_threads()
 
@@ -334,7 +335,7 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
         free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
         thread = T.get_thread_binding()
         T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-        put_constants(unit, [A_shared, Aqk_shared])
+        put_constants([A_shared, Aqk_shared], [unit])
 
         tensors = (states, segments, chunk_tokens, o, ht)
         factors = (A, Aqk, k_neg, qg, kg, decay)

@@ -153,7 +153,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(A_shared))
-            put_constants(unit, [A_shared])
+            put_constants([A_shared], [unit])
 
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
