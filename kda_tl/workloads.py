@@ -191,6 +191,14 @@ def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> t
 _PACKED = (1300, 547, 2048, 963, 271, 3063)
 _EVEN = (1024,) * 8
 
+_TRAINED: dict[str, dict[str, Any]] = {
+    "T8192-H32": {"T": 8192, "H": 32},
+    "T8192-H64": {"T": 8192, "H": 64},
+    "T8192-H96": {"T": 8192, "H": 96},
+    "T32768-H8": {"T": 32768, "H": 8},
+    "packed-8x1024-H32": {"lengths": _EVEN, "H": 32},
+}
+
 WORKLOADS: tuple[Workload, ...] = (
     Workload(name="safe-T512-H32", T=512, H=32, tags=("small",)),
     Workload(name="safe-T1024-H8", T=1024, H=8, tags=("tune",)),
@@ -232,10 +240,15 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
     Workload(name="train-T8192-H32", T=8192, H=32, direction="bwd", tags=("train",)),
     Workload(name="train-T8192-H64", T=8192, H=64, direction="bwd", tags=("train",)),
+    Workload(name="train-T8192-H96", T=8192, H=96, direction="bwd", tags=("train",)),
     Workload(name="train-T32768-H8", T=32768, H=8, direction="bwd", tags=("train",)),
     Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
-    Workload(
-        name="train-softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", direction="bwd", tags=("train",)
+    Workload(name="train-packed-8x1024-H32", lengths=_EVEN, H=32, direction="bwd", tags=("train",)),
+    *(
+        Workload(
+            name=f"train-softplus-{name}", gate="softplus", decay="slow", direction="bwd", tags=("train",), **shape
+        )
+        for name, shape in _TRAINED.items()
     ),
     Workload(name="train-cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", direction="bwd", tags=("train-cpu",)),
     Workload(

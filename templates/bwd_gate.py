@@ -24,6 +24,7 @@ import torch
 from kda_tl.reference import activate_gate
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import first_rows, join_chunks, split_chunks
+from kda_tl.templates._slopes import Slopes
 from kda_tl.templates._tile import RCP_LN2, Tile, annotate, has_gate
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
@@ -116,7 +117,7 @@ def build(case: Case, config: BwdGateConfig) -> Any:
     p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
     HV, scalar, gated = p.HV, p.scalar_gate, p.gate != "log"
     lanes, blocks, steps = (HV, -(-HV // BK), 1) if scalar else (p.K, HV, p.KP // BK)
-    tile = Tile.of(case)
+    tile, slopes = Tile.of(case), Slopes(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     def lane(i_h, i_k, j):
@@ -142,34 +143,6 @@ def build(case: Case, config: BwdGateConfig) -> Any:
         """The gradient of row i's own step from that of the cumsum; rows past the end have zeros."""
         return d if p.rank == 1 else T.if_then_else(has_gate(p, i, count), d, 0.0)
 
-    def sigmoid(x):
-        return 1.0 / (1.0 + T.exp2(-RCP_LN2 * x))
-
-    def sigmoid_slope(x):
-        """sigmoid(x) sigmoid(-x), exact where one of them rounds to 1."""
-        e = T.exp2(-RCP_LN2 * T.max(x, -x))
-        return e / ((1.0 + e) * (1.0 + e))
-
-    def log_decay(x, rate):
-        return -rate * (T.max(x, 0.0) + T.log1p(T.exp(T.min(x, -x))))  # softplus, as in fwd_gate
-
-    def gate_slope(x, rate, lower_bound):
-        if p.gate == "safe":
-            return lower_bound * rate * sigmoid_slope(rate * x)
-        return T.if_then_else(log_decay(x, rate) * RCP_LN2 < FORGOTTEN, 0.0, -rate * sigmoid(x))
-
-    def beta_slope(raw):
-        if p.beta == "plain":
-            return 1.0
-        return (2.0 if p.beta == "sigmoid2" else 1.0) * sigmoid_slope(T.cast(raw, "float32"))
-
-    def slope_gradient(x, rate, d):
-        """What a token adds to dA_log; d is the gradient of its step, or of x for the safe gate."""
-        if p.gate == "safe":
-            return x * d
-        steps = log_decay(x, rate)
-        return T.if_then_else(steps * RCP_LN2 < FORGOTTEN, 0.0, steps * d)
-
     @T.prim_func
     def bwd_gate(
         dG: annotate(case, INPUTS["dG"], NT=NT),
@@ -194,11 +167,11 @@ def build(case: Case, config: BwdGateConfig) -> Any:
                 for i, j in tile.parallel(BT, BK):
                     h = i_h * BK + j
                     if (i < count) & (h < HV):
-                        dbeta[start + i, h] = T.cast(db[i_t, h, i] * beta_slope(beta[start + i, h]), dbeta.dtype)
+                        dbeta[start + i, h] = T.cast(db[i_t, h, i] * slopes.beta(beta[start + i, h]), dbeta.dtype)
             else:
                 for i in tile.parallel(BT):
                     if i < count:
-                        dbeta[start + i, i_h] = T.cast(db[i_t, i_h, i] * beta_slope(beta[start + i, i_h]), dbeta.dtype)
+                        dbeta[start + i, i_h] = T.cast(db[i_t, i_h, i] * slopes.beta(beta[start + i, i_h]), dbeta.dtype)
 
             d_cumsum = tile.fragment((unroll, BK))
             total = tile.fragment((BK,))
@@ -247,12 +220,12 @@ def build(case: Case, config: BwdGateConfig) -> Any:
                             d_cumsum[i_inner, j] = of_step(i, count, total[j])
                             if gated:
                                 x = T.cast(raw[i_inner, j], "float32") + bias[j]
-                                d_cumsum[i_inner, j] = of_step(i, count, total[j]) * gate_slope(
+                                d_cumsum[i_inner, j] = of_step(i, count, total[j]) * slopes.gate(
                                     x, own(rate, j), lower_bound
                                 )
                                 if p.has_A_log:
                                     d = d_cumsum[i_inner, j] if p.gate == "safe" else of_step(i, count, total[j])
-                                    of_slope[0, j] = of_slope[0, j] + slope_gradient(x, own(rate, j), d)
+                                    of_slope[0, j] = of_slope[0, j] + slopes.A_log(x, own(rate, j), d)
                                 if p.has_dt_bias:
                                     of_bias[j] = of_bias[j] + d_cumsum[i_inner, j]
                     for i_inner in T.unroll(unroll):

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple, Protocol
 from kda_tl.stage import Stage
 from kda_tl.templates import (
     bwd_gate,
+    bwd_gradients,
     bwd_intra,
     bwd_output,
     bwd_qk,
     bwd_reduce,
+    bwd_scan,
     bwd_state,
+    bwd_values,
     bwd_wy,
     fwd_gate,
     fwd_intra,
@@ -301,9 +304,63 @@ def _make_gradients(run: Run, x: Mapping[str, Any], factors: dict[str, Any]) -> 
     del db, dG
     dq, dk = run(bwd_qk.STAGE, dq_part=dq_part, dk_part=dk_part, q=x["q"], k=x["k"], rstd=rstd, chunk_tokens=chunks)
     del dq_part, dk_part, rstd
-    dA_log = ddt_bias = None
-    if dA_log_part is not None or ddt_bias_part is not None:
-        dA_log, ddt_bias = run(bwd_reduce.STAGE, dA_log_part=dA_log_part, ddt_bias_part=ddt_bias_part)
+    dA_log, ddt_bias = _add_chunks(run, dA_log_part, ddt_bias_part)
+    return {
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "dg": dg,
+        "dbeta": dbeta,
+        "dh0": dh0,
+        "dA_log": dA_log,
+        "ddt_bias": ddt_bias,
+    }
+
+
+def _add_chunks(run: Run, dA_log_part: Any, ddt_bias_part: Any) -> Sequence[Any]:
+    """Gradients of the gate's parameters, None for those that the problem lacks."""
+    if dA_log_part is None and ddt_bias_part is None:
+        return None, None
+    return run(bwd_reduce.STAGE, dA_log_part=dA_log_part, ddt_bias_part=ddt_bias_part)
+
+
+def prep_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """For Hopper: what a chunk does alone, the scans in both directions, and the rest of a chunk's gradients."""
+    tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
+    A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
+    values, states = run(bwd_values.STAGE, v=x["v"], A=A, k_neg=k_neg, kg=kg, decay=decay, h0=x["h0"], **tables)
+    dv, dstates, dh0 = run(
+        bwd_scan.STAGE,
+        do=x["do"],
+        A=A,
+        Aqk=Aqk,
+        k_neg=k_neg,
+        qg=qg,
+        kg=kg,
+        decay=decay,
+        dht=x["dht"],
+        **tables,
+    )
+    del A, Aqk, k_neg, qg, kg, decay
+    dq, dk, dg, dbeta, dA_log_part, ddt_bias_part = run(
+        bwd_gradients.STAGE,
+        q=x["q"],
+        k=x["k"],
+        g=x["g"],
+        beta=x["beta"],
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        values=values,
+        states=states,
+        do=x["do"],
+        dv=dv,
+        dstates=dstates,
+        chunk_tokens=x["chunk_tokens"],
+        scale=x["scale"],
+        lower_bound=x["lower_bound"],
+    )
+    del values, states, dstates
+    dA_log, ddt_bias = _add_chunks(run, dA_log_part, ddt_bias_part)
     return {
         "dq": dq,
         "dk": dk,
@@ -361,5 +418,11 @@ PIPELINES: dict[str, Pipeline] = {
         compute=staged_backward,
         factors=FACTORS,
         resumed=Pipeline(name="staged_backward", direction="bwd", stages=_GRADIENTS, compute=resumed_backward),
+    ),
+    "prep_scan": Pipeline(
+        name="prep_scan",
+        direction="bwd",
+        stages=(fwd_prep.STAGE, bwd_values.STAGE, bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE),
+        compute=prep_scan,
     ),
 }

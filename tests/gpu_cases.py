@@ -83,10 +83,21 @@ WHOLE = {
 }
 CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items()}
 HOPPER = WHOLE | CUT
+# And for the backward that only Hopper runs, beside those above that it takes
+SCANNED = {
+    "scan-safe-K128-V128-vk": make(64, 2, 2, 128, 128, gate="safe", state_v_first=True),
+    "scan-softplus-K128-V64": make(64, 2, 2, 128, 64, gate="softplus", has_dt_bias=False, beta="sigmoid2"),
+    "scan-softplus-K100-V128": make(64, 1, 1, 100, 128, gate="softplus", beta="plain"),
+    "scan-log-K64-V64-bare": make(
+        64, 2, 2, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+}
+BACKWARD = SPECIALISED | SCANNED
 FORWARD = SPECIALISED | HOPPER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
 HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
+backward = pytest.mark.parametrize("name", BACKWARD)
 specialised = pytest.mark.parametrize("name", SPECIALISED)
 forward = pytest.mark.parametrize("name", FORWARD)
 Job = tuple[str, Case, Config]
@@ -200,9 +211,12 @@ def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
 def compile_all() -> dict[Job, WorkerFailure]:
     """Compiles everything that GPU tests run, on all cores, once; what failed, and why."""
     wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
+    for BT, problem in BACKWARD.values():  # with the forward that is called before
+        for each in (problem, replace(problem, direction="bwd")):
+            wanted += jobs_of(each, next(iter_defaults(each, device(), BT=BT)))
     for BT, problem in SPECIALISED.values():
-        backward = replace(problem, direction="bwd")
-        wanted += jobs_of(backward, plan_of(backward, BT))
+        staged = replace(problem, direction="bwd")
+        wanted += jobs_of(staged, plan_of(staged, BT))
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
     for name in OTHERS:
@@ -227,7 +241,7 @@ def compile_all() -> dict[Job, WorkerFailure]:
 
 def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", varlen: bool = False) -> Call:
     """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
-    _, problem = FORWARD[name]
+    _, problem = (FORWARD | BACKWARD)[name]
     shape = (sum(lengths), problem.HV, problem.K)
     raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     given = {}

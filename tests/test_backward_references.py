@@ -17,18 +17,29 @@ from kda_tl.device import cpu_device
 from kda_tl.problem import BETAS, GATES
 from kda_tl.reference import relative_error
 from kda_tl.stage import BT_CHOICES, Case, Stage, TensorSpec, static_sizes
-from kda_tl.templates import bwd_gate, bwd_intra, bwd_output, bwd_qk, bwd_reduce, bwd_state, bwd_wy
+from kda_tl.templates import (
+    bwd_gate,
+    bwd_gradients,
+    bwd_intra,
+    bwd_output,
+    bwd_qk,
+    bwd_reduce,
+    bwd_scan,
+    bwd_state,
+    bwd_values,
+    bwd_wy,
+)
 from kda_tl.templates.pipelines import PIPELINES
 
 CPU = cpu_device()
 EXACT = 1e-9
 RAGGED = (1, 15, 16, 63, 64, 65, 130)
-MODULES = (bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce)
+STAGED = (bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce)
+MODULES = (*STAGED, bwd_values, bwd_scan, bwd_gradients)
 
 gates = pytest.mark.parametrize("gate", GATES)
 
-
-PIPELINE = PIPELINES["staged_backward"]
+BACKWARD_PIPELINES = [pipeline for pipeline in PIPELINES.values() if pipeline.direction == "bwd"]
 BACKWARD = tuple(module.STAGE for module in MODULES)
 
 
@@ -69,18 +80,19 @@ def assert_declared(call: Call, BT: int, stage: Stage, inputs: dict[str, Any]) -
 def assert_gradients(call: Call, BT: int, tolerance: float = EXACT) -> None:
     p = call.problem
     where = f"{p.key} A_log={p.has_A_log} dt_bias={p.has_dt_bias} BT={BT} bounds={call.bounds}"
-    out, records = run_references(PIPELINE, call.case(CPU, BT, 16), call.tensors(BT))
     truth = call.gradients()
-    assert out.keys() == truth.keys()
-    for name, expected in truth.items():
-        if expected is None:
-            assert out[name] is None, f"{name}: {where}"
-        else:
-            error = relative_error(out[name], expected)
-            assert error < tolerance, f"{name} is off by {error:.1e}: {where}"
-    for stage, inputs in records:
-        if stage in BACKWARD:
-            assert_declared(call, BT, stage, inputs)
+    for pipeline in BACKWARD_PIPELINES:
+        out, records = run_references(pipeline, call.case(CPU, BT, 16), call.tensors(BT))
+        assert out.keys() == truth.keys()
+        for name, expected in truth.items():
+            if expected is None:
+                assert out[name] is None, f"{pipeline.name} {name}: {where}"
+            else:
+                error = relative_error(out[name], expected)
+                assert error < tolerance, f"{name} of {pipeline.name} is off by {error:.1e}: {where}"
+        for stage, inputs in records:
+            if stage in BACKWARD:
+                assert_declared(call, BT, stage, inputs)
 
 
 @gates

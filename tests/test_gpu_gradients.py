@@ -9,14 +9,14 @@ import pytest
 import torch
 from cases import Call, draw_backward, draw_call, operator_arguments
 from gpu_cases import (
+    BACKWARD,
     DECAYS,
     GRADIENT_TOLERANCE,
     PACKED,
-    SPECIALISED,
     assert_same_bits,
+    backward,
     compile_all,
     draw,
-    specialised,
 )
 from torch import Tensor
 
@@ -27,9 +27,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for 
 
 LENGTHS = (15, 63, 64, 65)
 # one of each gate: their truth is token by token, 4096 of them in a row
-LONG = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "bf16-log-K128-V128-BT16")
-EXTREME = ("bf16-safe-K128-V128-BT32-GVA-vk", "bf16-softplus-K60-V100-GVA-vk", "fp32-safe-K60-V100-BT16")
-DRAWN = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "fp32-safe-K60-V100-BT16")
+LONG = (
+    "bf16-safe-K128-V128",
+    "bf16-softplus-K100-V60-H4",
+    "bf16-log-K128-V128-BT16",
+    "scan-softplus-K128-V64",
+)
+EXTREME = (
+    "bf16-safe-K128-V128-BT32-GVA-vk",
+    "bf16-softplus-K60-V100-GVA-vk",
+    "fp32-safe-K60-V100-BT16",
+    "scan-safe-K128-V128-vk",
+    "scan-softplus-K100-V128",
+)
+DRAWN = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "fp32-safe-K60-V100-BT16", "scan-softplus-K100-V128")
 # where a gate saturates, what is left of its own gradient is lost among the terms it is the sum of
 BESIDE_THE_GATE = ("q", "k", "v", "beta", "initial_state")
 
@@ -43,7 +54,7 @@ def defaults_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def arguments_of(name: str, call: Call, batch: int = 1) -> dict[str, Any]:
-    return operator_arguments(call, batch) | {"chunk_size": SPECIALISED[name][0]}
+    return operator_arguments(call, batch) | {"chunk_size": BACKWARD[name][0]}
 
 
 def seeds_of(call: Call, batch: int = 1) -> list[Tensor]:
@@ -82,7 +93,7 @@ def assert_right(name: str, call: Call, batch: int = 1, judged: tuple[str, ...] 
 # Right numbers
 
 
-@specialised
+@backward
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradients_equal_recurrence(name: str, decay: str, seed: int) -> None:
     # 32 of one token: with one alone the gradient of beta is a single number, which may be near zero
@@ -102,7 +113,7 @@ def draw_extreme_parameters(
     name: str, lengths: tuple[int, ...], seed: int, A_log: float, dt_bias: float, shift: float = 0.0
 ) -> Call:
     """A call with that slope in every head, that bias in every other channel, and raw gates shifted by as much."""
-    _, problem = SPECIALISED[name]
+    _, problem = BACKWARD[name]
     rng = torch.Generator().manual_seed(seed)
     bias = torch.randn(problem.HV, problem.K, generator=rng, dtype=torch.float64)
     bias[:, ::2] = dt_bias
@@ -144,7 +155,7 @@ def test_drawn_calls(name: str) -> None:
 # The same numbers
 
 
-@specialised
+@backward
 def test_gradients_have_the_same_bits(name: str, seed: int) -> None:
     """At every call, and whether intermediates are kept or made again."""
     call = draw_backward(draw(name, (333, 1, 200, 64), seed, varlen=True), seed)

@@ -197,7 +197,7 @@ def test_cpu_kernels_equal_recurrence_at_the_limits(kind: str, seed: int) -> Non
 
 H200 = known_device("nvidia_h200")
 SETUPS = {
-    "K128-V128-bf16-safe": {"K": 128, "V": 128, "dtype": "bf16", "gate": "safe"},
+    "K128-V128-bf16-safe": {"K": 128, "V": 128, "dtype": "bf16", "gate": "safe", "HV": 2},
     "K60-V100-fp16-softplus": {"K": 60, "V": 100, "dtype": "fp16", "gate": "softplus", "state_v_first": True},
     "K128-V128-bf16-softplus-scalar-r2": {
         "K": 128,

@@ -1,0 +1,519 @@
+"""Gradients of a chunk for Hopper: from states and values on either side to those of q, k, the gate and the step size.
+
+With K~ = k 2^G, X = V - K~ S, V' = A X, and what the scans know: S, dS' (of the state after the chunk), V', dX,
+
+    dAqk = lower(dO V'^T)       dKK = -strict_lower(dX V'^T)      KK[i, j] = <k_i 2^(G_i - G_j), k_j>
+    dq_i = scale 2^G_i (dO S^T)_i + scale sum_j dAqk[i, j] 2^(G_i - G_j) k_j
+    dk_i = [row]  -2^G_i (dX S^T)_i + sum_j dKK[i, j] 2^(G_i - G_j) k_j
+         + [key]  2^(G_last - G_i) (V' dS'^T)_i + sum_j 2^(G_j - G_i) (scale dAqk[j, i] q_j + dKK[j, i] k_j)
+    dG_i = q_i dq_i + k_i (row - key);  the last also  sum_i k_i 2^(G_last - G_i) (V' dS'^T)_i + 2^G_last <S, dS'>
+    dbeta_i = <dX_i, V'_i> / beta_i^2
+
+and then the reverse cumsum of dG, the gate's, the sigmoid's and the norms' own derivatives. The last two lines hold
+since V'_i = beta_i (X - KK V')_i and dX_i = beta_i (dV' - KK^T dX)_i; prep keeps beta from 0.
+
+Sums over j are taken sub-chunk by sub-chunk with anchors m, as in fwd_prep, and chained: what is summed relative to one
+anchor is multiplied with 2^(m_next - m) <= 1, and the product with the state is the first link.
+
+    row:  (2^m_0 dO S^T + P_0 k_0) 2^(m_1 - m_0) + P_1 k_1 ...      P_a: 16 columns of dAqk, k_a = k 2^(m_a - G)
+    key:  (2^(G_last - m_3) V' dS'^T + P_3^T q_3) 2^(m_3 - m_2) + ...                    q_b = q 2^(G - m_b)
+
+Rows of q and k are one tile of 128, 16 by 16, so a warp's rows belong to one sub-chunk and leave the chain together.
+Gradients of G are products of the very operands that were multiplied, so what cancels in the cumsum cancels exactly.
+Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.reference import activate_beta
+from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.templates import bwd_gate, bwd_intra, bwd_qk, fwd_gate
+from kda_tl.templates._chunks import keep_seen, share_heads, split_chunks
+from kda_tl.templates._gradients import put_gradients, take_gradients_exactly
+from kda_tl.templates._prep import (
+    LEAST_STEP,
+    Gate,
+    find_anchors,
+    find_steepest,
+    find_step,
+    is_wild,
+    load_gates,
+    load_rows,
+    sum_gates,
+)
+from kda_tl.templates._slopes import Slopes
+from kda_tl.templates._tile import FP32_TOLERANCE, L2NORM_EPS, annotate
+from kda_tl.templates._warp import find_norms
+
+INPUTS = {
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "g": "tokens HV G : g",
+    "beta": "tokens HV : beta",
+    "A_log": "HV : f32 ? has_A_log",
+    "dt_bias": "HV G : f32 ? has_dt_bias",
+    "values": "NT HV V BT : io",
+    "states": "NT HV V KP : io",
+    "do": "tokens HV V : io",
+    "dv": "tokens HV V : io",
+    "dstates": "NT HV V KP : io",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "dq": "tokens H K : io",
+    "dk": "tokens H K : io",
+    "dg": "tokens HV G : g",
+    "dbeta": "tokens HV : beta",
+    "dA_log_part": "NT HV : f32 ? has_A_log",
+    "ddt_bias_part": "NT HV GP : f32 ? has_dt_bias",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    values: torch.Tensor,
+    states: torch.Tensor,
+    do: torch.Tensor,
+    dv: torch.Tensor,
+    dstates: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+    scale: float,
+    lower_bound: float,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin: what the states add, then the references of intra, gate and qk, all in the dtype of g."""
+    p, BT = case.problem, case.BT
+    G = fwd_gate.reference(case, g=g, A_log=A_log, dt_bias=dt_bias, chunk_tokens=chunk_tokens, lower_bound=lower_bound)[
+        "g_cumsum"
+    ]
+    dtype = G.dtype
+    q_hat, k_hat = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
+    rstd = None
+    if p.l2norm:
+        rstd = torch.stack([(x.square().sum(-1) + L2NORM_EPS).rsqrt() for x in (q_hat, k_hat)], 2)
+        q_hat, k_hat = q_hat * rstd[:, :, 0, :, None], k_hat * rstd[:, :, 1, :, None]
+    dO, dX = (split_chunks(x.to(dtype), chunk_tokens, BT) for x in (do, dv))
+    V, S, dS = values.to(dtype), states.to(dtype), dstates.to(dtype)
+    steps = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)
+    steps = torch.where(steps.abs() < LEAST_STEP, LEAST_STEP, steps)[..., None]
+    last = G[:, :, -1:]
+    dq = scale * torch.exp2(G) * (dO @ S)
+    row, key = -torch.exp2(G) * (dX @ S), torch.exp2(last - G) * (V.mT @ dS)
+    dG = q_hat * dq + k_hat * (row - key)
+    dG[:, :, -1] += (k_hat * key).sum(2) + torch.exp2(last[:, :, 0]) * (S * dS).sum(2)
+    dKK = -(dX @ V)
+    inner = bwd_intra.reference(
+        case,
+        q=q,
+        k=k,
+        g_cumsum=G,
+        beta=beta,
+        rstd=rstd,
+        dAqk=(dO @ V).tril(),
+        dL=keep_seen(dKK, p.rank) / steps,
+        dq_inter=dq,
+        dk_inter=row + key,
+        db_inter=torch.zeros_like(dq[..., 0]),
+        dG_inter=dG.sum(-1, keepdim=True) if p.scalar_gate else dG,
+        chunk_tokens=chunk_tokens,
+        scale=scale,
+    )
+    gate = bwd_gate.reference(
+        case,
+        dG=inner["dG"],
+        db=-dKK.diagonal(dim1=-2, dim2=-1) / steps[..., 0].square(),
+        g=g,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        beta=beta,
+        chunk_tokens=chunk_tokens,
+        lower_bound=lower_bound,
+    )
+    parts = {name: inner[name] for name in ("dq_part", "dk_part")}
+    return bwd_qk.reference(case, **parts, q=q, k=k, rstd=rstd, chunk_tokens=chunk_tokens) | gate
+
+
+THREADS = 256
+PAD = 8  # elements a row in fp32: banks of four rows differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdGradientsConfig(Config):
+    """blocks: that share a multiprocessor's registers."""
+
+    blocks: int = axis(1, 1)
+
+    def reject(self, case: Case) -> str | None:
+        """Hopper, a gate a channel, 16-bit operands of fp32's range, a value head a head, and shared memory."""
+        p = case.problem
+        if case.device.sm != 90:
+            return f"its products are instructions of sm_90, the device is {case.device.arch}"
+        if (case.BT, case.BC) != (64, 16):
+            return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
+        if p.dtype != "bf16":
+            return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
+        if p.scalar_gate or p.rank > 1:
+            return "it takes one gate a channel and one row a token"
+        if p.group > 1:
+            return "gradients of heads that value heads share would have to be summed over thread blocks"
+        if p.KP not in (64, 128) or p.V not in (64, 128):
+            return f"K={p.K}, V={p.V} are not 64 or 128 channels, which its tiles are"
+        smem = self.smem_bytes(case)
+        if smem > case.device.smem_bytes:
+            return f"K={p.K}, V={p.V} need {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
+        return None
+
+    def smem_bytes(self, case: Case) -> int:
+        """Tiles of both states, values, dO and dX, operands and pairs; sums in fp32 lie where the first were."""
+        BT, KP, V = case.BT, case.problem.KP, case.problem.V
+        tiles = 2 * V * KP + V * BT + 2 * BT * V + 3 * BT * KP + 2 * BT * BT
+        return tiles * 2 + BT * PAD * 4 + 22 * KP * 4 + 8 * BT * 4
+
+
+def build(case: Case, config: BwdGradientsConfig) -> Any:
+    """The kernel: one thread block a (chunk, head)."""
+    p, BT, BC = case.problem, case.BT, case.BC
+    H, K, V, KP = p.H, p.K, p.V, p.KP
+    NB = BT // BC
+    downwards = tuple(reversed(range(NB)))
+    f32, io = "float32", "bfloat16"
+    gate, slopes = Gate(p), Slopes(p, fast=True)
+    by_rows, by_columns = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @T.prim_func
+    def bwd_gradients(
+        q: annotate(case, INPUTS["q"], tokens=tokens),
+        k: annotate(case, INPUTS["k"], tokens=tokens),
+        g: annotate(case, INPUTS["g"], tokens=tokens),
+        beta: annotate(case, INPUTS["beta"], tokens=tokens),
+        A_log: annotate(case, INPUTS["A_log"]),
+        dt_bias: annotate(case, INPUTS["dt_bias"]),
+        values: annotate(case, INPUTS["values"], NT=NT),
+        states: annotate(case, INPUTS["states"], NT=NT),
+        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
+        dv: annotate(case, INPUTS["dv"], tokens=tokens),
+        dstates: annotate(case, INPUTS["dstates"], NT=NT),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
+        dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
+        dg: annotate(case, OUTPUTS["dg"], tokens=tokens),
+        dbeta: annotate(case, OUTPUTS["dbeta"], tokens=tokens),
+        dA_log_part: annotate(case, OUTPUTS["dA_log_part"], NT=NT),
+        ddt_bias_part: annotate(case, OUTPUTS["ddt_bias_part"], NT=NT),
+        scale: T.float32,
+        lower_bound: T.float32,
+    ):
+        with T.Kernel(NT * H, threads=THREADS) as i_block:
+            T.annotate_min_blocks_per_sm(config.blocks)
+            i_t = i_block // H
+            i_h = i_block % H
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            thread = T.get_thread_binding()
+
+            # everything is asked for at once: gates are summed while tiles are on their way
+            loaded = T.alloc_shared((2 * BT, KP), io)  # rows of q above those of k, sub-chunk by sub-chunk
+            outer = T.alloc_shared((2 * BT, V), io)  # of dO above those of dX
+            value_shared = T.alloc_shared((V, BT), io)
+            state_shared = T.alloc_shared((V, KP), io)
+            dstate_shared = T.alloc_shared((V, KP), io)
+            bias = T.alloc_fragment((NB, KP), f32)
+            slope = T.alloc_fragment((1,), f32)
+            unit = T.alloc_fragment((1,), f32)
+            raw = T.alloc_fragment((BC, NB, KP), g.dtype)
+            slope[0] = gate.slope(A_log, i_h)
+            unit[0] = gate.unit(slope[0], lower_bound)
+            for s, j in T.Parallel(NB, KP):
+                bias[s, j] = gate.bias(dt_bias, i_h, j)
+            load_gates(g, K, start, count, i_h, raw)
+            load_rows(q, start, count, i_h, loaded, 0)
+            load_rows(k, start, count, i_h, loaded, BC)
+            load_rows(d_o, start, count, i_h, outer, 0)
+            load_rows(dv, start, count, i_h, outer, BC)
+            T.async_copy(values[i_t, i_h, :, :], value_shared)
+            T.async_copy(states[i_t, i_h, :, :], state_shared)
+            T.async_copy(dstates[i_t, i_h, :, :], dstate_shared)
+
+            # cumsums and anchors, as in fwd_prep
+            local = T.alloc_fragment((BC, NB, KP), f32)
+            middle = T.alloc_fragment((NB, KP), f32)
+            total = T.alloc_fragment((NB, KP), f32)
+            before = T.alloc_fragment((NB, KP), f32)
+            last = T.alloc_fragment((NB, KP), f32)
+            anchor = T.alloc_fragment((NB, KP), f32)
+            sums = T.alloc_shared((NB, KP), f32)
+            anchors = T.alloc_shared((NB, KP), f32)
+            above = T.alloc_shared((BT, KP + PAD), f32)  # exponents from the anchor of their own sub-chunk
+            links = T.alloc_shared((NB + 1, KP), f32)  # from the chunk's start to its end by way of all anchors
+            tails = T.alloc_shared((NB, KP), f32)  # from each anchor to the chunk's end
+            sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
+            if not p.bounded_gate:
+                wild = T.alloc_shared((NB,), f32)
+                find_steepest(middle, total, wild)
+            find_anchors(middle, total, sums, before, last, anchor)
+            T.copy(anchor, anchors)
+            for s, j in T.Parallel(NB, KP):
+                tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
+            for s, j in T.Parallel(NB, KP):
+                following = T.if_then_else(s < NB - 1, anchors[T.min(s + 1, NB - 1), j], last[s, j])
+                links[s + 1, j] = T.exp2(following - anchor[s, j])
+                if s == 0:
+                    links[0, j] = T.exp2(anchor[s, j])
+
+            # norms
+            factor = T.alloc_shared((2 * BT,), f32)
+            b_factor = T.alloc_shared((BT,), f32)
+            T.ptx_wait_group(0)
+            T.sync_threads()
+            if count < BT:  # another sequence's rows may be infinite
+                for i, j in T.Parallel(2 * BT, KP):
+                    if i // (2 * BC) * BC + i % BC >= count:
+                        loaded[i, j] = 0
+                for i, j in T.Parallel(2 * BT, V):
+                    if i // (2 * BC) * BC + i % BC >= count:
+                        outer[i, j] = 0
+            for i in T.Parallel(BT):
+                b_factor[i] = T.if_then_else(i < count, find_step(p, beta[start + i, i_h]), 1.0)
+            if p.l2norm:
+                T.sync_threads()
+                if thread < 2 * BT:
+                    find_norms(loaded, factor, scale)
+            else:
+                for r in T.Parallel(2 * BT):
+                    factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
+
+            # operands; those that are sliced have one dimension more: of rows of a tile that two warpgroups multiply,
+            # each with half of its columns, TileLang 0.1.15 gives the second one the wrong address
+            rows = T.alloc_shared((NB, 2 * BC, KP), io)
+            keys = T.alloc_shared((BT, KP), io)
+            q_raw = T.alloc_fragment((BC, NB, KP), io)
+            k_raw = T.alloc_fragment((BC, NB, KP), io)
+            for i in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    q_raw[i, s, j] = loaded[s * 2 * BC + i, j]
+                for s, j in T.Parallel(NB, KP):
+                    k_raw[i, s, j] = loaded[s * 2 * BC + BC + i, j]
+            T.sync_threads()
+            for i in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    exponent = local[i, s, j] - middle[s, j]
+                    row = T.cast(k_raw[i, s, j], f32) * factor[s * 2 * BC + BC + i]
+                    query = T.cast(q_raw[i, s, j], f32) * factor[s * 2 * BC + i]
+                    above[s * BC + i, j] = exponent
+                    rows[s, i, j] = T.cast(query * T.exp2(exponent), io)
+                    rows[s, BC + i, j] = T.cast(row * T.exp2(exponent), io)
+                    keys[s * BC + i, j] = T.cast(row * T.exp2(-exponent), io)
+
+            # dAqk and dKK
+            pair = T.alloc_fragment((2 * BT, BT), f32)
+            pairs = T.alloc_shared((2 * BT, BT), io)
+            columns = [T.alloc_fragment((2 * BT, BC), io) for _ in range(NB)]
+            db = T.alloc_shared((BT,), f32)
+            T.gemm(outer, value_shared, pair, clear_accum=True, policy=by_rows)
+            for r, j in T.Parallel(2 * BT, BT):
+                if (r // (2 * BC) * BC + r % BC == j) & (r // BC % 2 == 1):
+                    db[j] = pair[r, j]
+            for r, j in T.Parallel(2 * BT, BT):
+                distance = r // (2 * BC) * BC + r % BC - j
+                sign = T.if_then_else(r // BC % 2 == 0, 1.0, -1.0)
+                pair[r, j] = T.if_then_else(distance >= r // BC % 2, sign * pair[r, j], 0.0)
+            T.copy(pair, pairs)
+            for a, column in enumerate(columns):
+                for r, j in T.Parallel(2 * BT, BC):
+                    column[r, j] = pair[r, a * BC + j]
+            for i in T.Parallel(BT):
+                if i < count:
+                    step = b_factor[i]
+                    dbeta[start + i, i_h] = T.cast(
+                        db[i] / (step * step) * slopes.beta(beta[start + i, i_h]), dbeta.dtype
+                    )
+
+            # rows: of q and of k
+            row_sum = T.alloc_fragment((2 * BT, KP), f32)
+            T.gemm(outer, state_shared, row_sum, clear_accum=True, policy=by_rows)
+            for r, c in T.Parallel(2 * BT, KP):
+                row_sum[r, c] = row_sum[r, c] * T.if_then_else(r // BC % 2 == 0, links[0, c], -links[0, c])
+            for a, column in enumerate(columns):
+                T.gemm(column, keys[a * BC : (a + 1) * BC, :], row_sum, policy=by_rows)
+                if a < NB - 1:
+                    for r, c in T.Parallel(2 * BT, KP):
+                        row_sum[r, c] = row_sum[r, c] * T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0)
+
+            # keys
+            key_sum = T.alloc_fragment((BT, KP), f32)
+            grown = T.alloc_shared((BT, KP + PAD), f32)
+            of_keys = T.alloc_fragment((NB, KP), f32)  # what the last row of dG gets in addition, from kg and states
+            of_states = T.alloc_fragment((NB, KP), f32)
+            T.gemm(value_shared, dstate_shared, key_sum, transpose_A=True, clear_accum=True, policy=by_columns)
+            for i, c in T.Parallel(BT, KP):
+                grown[i, c] = key_sum[i, c] * T.cast(keys[i, c], f32) * tails[i // BC, c]
+            T.clear(of_states)
+            for v in T.serial(V // NB):
+                for s, j in T.Parallel(NB, KP):
+                    product = T.cast(state_shared[v * NB + s, j], f32) * T.cast(dstate_shared[v * NB + s, j], f32)
+                    of_states[s, j] = of_states[s, j] + product
+            T.clear(of_keys)
+            for i in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    of_keys[s, j] = of_keys[s, j] + grown[s * BC + i, j]
+            for b in downwards:
+                for i, c in T.Parallel(BT, KP):
+                    key_sum[i, c] = key_sum[i, c] * T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0)
+                T.gemm(
+                    pairs[b * 2 * BC : (b + 1) * 2 * BC, :],
+                    rows[b, :, :],
+                    key_sum,
+                    transpose_A=True,
+                    policy=by_columns,
+                )
+
+            # dG of rows, and the rows' own products with the gradients of q and k, which norms need
+            of_key = T.alloc_shared((BT, KP + PAD), f32)
+            dG_row = T.alloc_shared((2 * BT, KP + PAD), f32)
+            along = T.alloc_fragment((2 * BT, KP), f32)
+            dot = T.alloc_fragment((2 * BT,), f32)
+            for r, c in T.Parallel(2 * BT, KP):
+                along[r, c] = T.cast(rows[r // (2 * BC), r % (2 * BC), c], f32) * row_sum[r, c]
+            for r, c in T.Parallel(2 * BT, KP):  # first, while the largest room is free
+                dG_row[r, c] = along[r, c]
+            for i, c in T.Parallel(BT, KP):
+                of_key[i, c] = key_sum[i, c]
+            if p.l2norm:
+                T.sync_threads()
+                for r, c in T.Parallel(2 * BT, KP):
+                    i = r // (2 * BC) * BC + r % BC
+                    of_own_key = T.cast(keys[i, c], f32) * of_key[i, c]
+                    along[r, c] = along[r, c] + T.if_then_else(r // BC % 2 == 1, of_own_key, 0.0)
+                T.reduce_sum(along, dot, dim=1)
+            if not p.bounded_gate:
+                if is_wild(wild):
+                    take_gradients_exactly(
+                        gate,
+                        (q, k, g, dt_bias, values, states, d_o, dv, dstates),
+                        (i_t, i_h, start, count),
+                        (factor, pairs, unit[0], slope[0], scale),
+                        (above, of_key, keys, dG_row, of_keys, dq, dk),
+                    )
+
+            # the gate: dG summed from each row to the chunk's end
+            run = T.alloc_fragment((NB, KP), f32)
+            after = T.alloc_fragment((NB, KP), f32)
+            suffix = T.alloc_fragment((BC, NB, KP), f32)
+            parts = T.alloc_shared((NB, KP), f32)
+            totals = T.alloc_shared((NB, KP), f32)
+            T.clear(run)
+            T.sync_threads()
+            for n in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    i = BC - 1 - n
+                    of_rows = dG_row[s * 2 * BC + i, j] + dG_row[s * 2 * BC + BC + i, j]
+                    own = T.cast(keys[s * BC + i, j], f32) * of_key[s * BC + i, j]
+                    run[s, j] = run[s, j] + (of_rows - own)
+                for s, j in T.Parallel(NB, KP):
+                    suffix[BC - 1 - n, s, j] = run[s, j]
+            for s, j in T.Parallel(NB, KP):
+                parts[s, j] = of_keys[s, j] + T.exp2(last[s, j]) * of_states[s, j]
+            for s, j in T.Parallel(NB, KP):
+                totals[s, j] = run[s, j]
+            T.sync_threads()
+            for s, j in T.Parallel(NB, KP):
+                after[s, j] = parts[0, j] + parts[1, j] + parts[2, j] + parts[3, j]
+            for n in T.unroll(NB):
+                for s, j in T.Parallel(NB, KP):
+                    after[s, j] = after[s, j] + T.if_then_else(n > s, totals[n, j], 0.0)
+            for i in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    suffix[i, s, j] = suffix[i, s, j] + after[s, j]
+            if p.gate != "log":
+                rate = T.alloc_fragment((1,), f32)
+                of_slope = T.alloc_fragment((NB, KP), f32)
+                of_bias = T.alloc_fragment((NB, KP), f32)
+                rate[0] = T.exp(A_log[i_h]) if p.has_A_log else 1.0
+                T.clear(of_slope)
+                T.clear(of_bias)
+                load_gates(g, K, start, count, i_h, raw)
+                for i in T.unroll(BC):
+                    for s, j in T.Parallel(NB, KP):
+                        x = T.cast(raw[i, s, j], f32) + bias[s, j]
+                        d = T.if_then_else((s * BC + i < count) & (j < K), suffix[i, s, j], 0.0)
+                        dx = d * slopes.gate(x, rate[0], lower_bound)
+                        if p.has_A_log:
+                            own = slopes.A_log(x, rate[0], dx if p.gate == "safe" else d)
+                            of_slope[s, j] = of_slope[s, j] + own
+                        of_bias[s, j] = of_bias[s, j] + dx
+                        suffix[i, s, j] = dx
+                if p.has_A_log:
+                    of_heads = T.alloc_fragment((NB,), f32)
+                    head_parts = T.alloc_shared((NB,), f32)
+                    T.reduce_sum(of_slope, of_heads, dim=1)
+                    T.copy(of_heads, head_parts)
+                    T.sync_threads()
+                    if thread == 0:
+                        dA_log_part[i_t, i_h] = head_parts[0] + head_parts[1] + head_parts[2] + head_parts[3]
+                if p.has_dt_bias:
+                    T.sync_threads()
+                    for s, j in T.Parallel(NB, KP):
+                        totals[s, j] = of_bias[s, j]
+                    T.sync_threads()
+                    for j in T.Parallel(KP):
+                        ddt_bias_part[i_t, i_h, j] = totals[0, j] + totals[1, j] + totals[2, j] + totals[3, j]
+            elif p.has_dt_bias:
+                for j in T.Parallel(KP):
+                    ddt_bias_part[i_t, i_h, j] = 0.0
+            for i in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    if (s * BC + i < count) & (j < K):
+                        dg[start + s * BC + i, i_h, j] = T.cast(suffix[i, s, j], dg.dtype)
+
+            # q and k
+            if p.bounded_gate:
+                put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_h, dq, dk)
+            else:
+                if T.Not(is_wild(wild)):
+                    put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_h, dq, dk)
+
+    return bwd_gradients
+
+
+def default(case: Case) -> BwdGradientsConfig:
+    """One block a multiprocessor."""
+    return prefer(case, BwdGradientsConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """Inputs, both states, values and their gradients in; four gradients out; eight products of 64 rows."""
+    p, BT = case.problem, case.BT
+    width = {"bf16": 2, "fp16": 2, "fp32": 4}
+    chunks, tokens = sizes["NT"] * p.HV, sizes["tokens"]
+    io = width[p.dtype]
+    own = tokens * (2 * p.H * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
+    read = chunks * p.V * (2 * p.KP + BT) * io + tokens * 2 * p.HV * p.V * io
+    products = BT * (2 * p.V * BT + 3 * p.V * p.KP + 4 * BT * p.KP // 2)
+    return Cost(bytes=2 * own + read + chunks * 4 * (1 + p.KP), flops=chunks * 2 * products)
+
+
+STAGE = Stage(
+    name="bwd_gradients",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("scale", "lower_bound"),
+    config=BwdGradientsConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # Pairs and anchored operands rounded to 2^-9 each; dg sums what cancels over 64 rows
+    tolerance={"bf16": 1e-2, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)
