@@ -1,10 +1,153 @@
-"""Parts of bwd_gradients: the end of what q and k get, and gradients for gates of any size."""
+"""Parts of bwd_gradients: gradients of the gate, the end of those of q and k, and all of them for gates of any size."""
 
 import tilelang.language as T
 
-from kda_tl.templates._prep import BC
+from kda_tl.templates._prep import BC, load_gates
 from kda_tl.templates._prep import _read as read_row
+from kda_tl.templates._slopes import Slopes
 from kda_tl.templates.fwd_gate import FORGOTTEN
+
+
+@T.macro
+def put_operands(loaded, factor, local, middle, above, rows, keys):
+    """Rows of q and k, and keys, relative to the anchors of their sub-chunks, and the exponents from there.
+
+    Args:
+        loaded: rows of q above those of k, sub-chunk by sub-chunk.
+        factor: of their norms, and of the scale.
+        local: cumsums inside the sub-chunks.
+        middle: anchors, from the start of each.
+        above: exponents; written.
+        rows: written.
+        keys: written.
+    """
+    (_, NB, KP), io, f32 = local.shape, rows.dtype, "float32"
+    q_raw = T.alloc_fragment((BC, NB, KP), io)
+    k_raw = T.alloc_fragment((BC, NB, KP), io)
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            q_raw[i, s, j] = loaded[s * 2 * BC + i, j]
+        for s, j in T.Parallel(NB, KP):
+            k_raw[i, s, j] = loaded[s * 2 * BC + BC + i, j]
+    T.sync_threads()
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            exponent = local[i, s, j] - middle[s, j]
+            row = T.cast(k_raw[i, s, j], f32) * factor[s * 2 * BC + BC + i]
+            query = T.cast(q_raw[i, s, j], f32) * factor[s * 2 * BC + i]
+            above[s * BC + i, j] = exponent
+            rows[s, i, j] = T.cast(query * T.exp2(exponent), io)
+            rows[s, BC + i, j] = T.cast(row * T.exp2(exponent), io)
+            keys[s * BC + i, j] = T.cast(row * T.exp2(-exponent), io)
+
+
+@T.macro
+def mask_pairs(pair, db):
+    """dAqk and dKK from products of rows of dO and dX with all values; that of dX with its own value goes to db."""
+    for r, j in T.Parallel(*pair.shape):
+        if (r // (2 * BC) * BC + r % BC == j) & (r // BC % 2 == 1):
+            db[j] = pair[r, j]
+    for r, j in T.Parallel(*pair.shape):
+        distance = r // (2 * BC) * BC + r % BC - j
+        sign = T.if_then_else(r // BC % 2 == 0, 1.0, -1.0)
+        pair[r, j] = T.if_then_else(distance >= r // BC % 2, sign * pair[r, j], 0.0)
+
+
+@T.macro
+def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix):
+    """The gradient of each row's decay, which is that of G summed from the row to the chunk's end.
+
+    Args:
+        dG_row: what rows of q and of k give dG, sub-chunk by sub-chunk.
+        keys: relative to their anchors.
+        of_key: what their product takes from dG.
+        of_keys: what kg gives the last row, in parts that belong to sub-chunks.
+        of_states: the products of state and gradient, in such parts.
+        last: cumsum of the chunk.
+        totals: sums of sub-chunks, in shared memory; written.
+        suffix: written.
+    """
+    (_, NB, KP), f32 = suffix.shape, "float32"
+    run = T.alloc_fragment((NB, KP), f32)
+    after = T.alloc_fragment((NB, KP), f32)
+    parts = T.alloc_shared((NB, KP), f32)
+    T.clear(run)
+    T.sync_threads()
+    for n in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            i = BC - 1 - n
+            of_rows = dG_row[s * 2 * BC + i, j] + dG_row[s * 2 * BC + BC + i, j]
+            own = T.cast(keys[s * BC + i, j], f32) * of_key[s * BC + i, j]
+            run[s, j] = run[s, j] + (of_rows - own)
+        for s, j in T.Parallel(NB, KP):
+            suffix[BC - 1 - n, s, j] = run[s, j]
+    for s, j in T.Parallel(NB, KP):
+        parts[s, j] = of_keys[s, j] + T.exp2(last[s, j]) * of_states[s, j]
+    for s, j in T.Parallel(NB, KP):
+        totals[s, j] = run[s, j]
+    T.sync_threads()
+    for s, j in T.Parallel(NB, KP):
+        after[s, j] = parts[0, j] + parts[1, j] + parts[2, j] + parts[3, j]
+    for n in T.unroll(NB):
+        for s, j in T.Parallel(NB, KP):
+            after[s, j] = after[s, j] + T.if_then_else(n > s, totals[n, j], 0.0)
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            suffix[i, s, j] = suffix[i, s, j] + after[s, j]
+
+
+@T.macro
+def take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
+    """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters.
+
+    Args:
+        p: the problem, whose gate has an activation.
+        g: raw gates.
+        raw: room for the chunk's in registers.
+        bias: dt_bias.
+        A_log: of all heads.
+        lower_bound: of the safe gate.
+        at: chunk, head, first token and number of tokens.
+        totals: room in shared memory.
+        suffix: gradients of decays; becomes those of raw gates.
+        dA_log_part: written.
+        ddt_bias_part: written.
+    """
+    i_t, i_h, start, count = at
+    (_, NB, KP), f32 = suffix.shape, "float32"
+    slopes = Slopes(p, fast=True)
+    rate = T.alloc_fragment((1,), f32)
+    of_slope = T.alloc_fragment((NB, KP), f32)
+    of_bias = T.alloc_fragment((NB, KP), f32)
+    rate[0] = T.exp(A_log[i_h]) if p.has_A_log else 1.0
+    T.clear(of_slope)
+    T.clear(of_bias)
+    load_gates(g, p.K, start, count, i_h, raw)
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            x = T.cast(raw[i, s, j], f32) + bias[s, j]
+            d = T.if_then_else((s * BC + i < count) & (j < p.K), suffix[i, s, j], 0.0)
+            dx = d * slopes.gate(x, rate[0], lower_bound)
+            if p.has_A_log:
+                own = slopes.A_log(x, rate[0], dx if p.gate == "safe" else d)
+                of_slope[s, j] = of_slope[s, j] + own
+            of_bias[s, j] = of_bias[s, j] + dx
+            suffix[i, s, j] = dx
+    if p.has_A_log:
+        of_heads = T.alloc_fragment((NB,), f32)
+        head_parts = T.alloc_shared((NB,), f32)
+        T.reduce_sum(of_slope, of_heads, dim=1)
+        T.copy(of_heads, head_parts)
+        T.sync_threads()
+        if T.get_thread_binding() == 0:
+            dA_log_part[i_t, i_h] = head_parts[0] + head_parts[1] + head_parts[2] + head_parts[3]
+    if p.has_dt_bias:
+        T.sync_threads()
+        for s, j in T.Parallel(NB, KP):
+            totals[s, j] = of_bias[s, j]
+        T.sync_threads()
+        for j in T.Parallel(KP):
+            ddt_bias_part[i_t, i_h, j] = totals[0, j] + totals[1, j] + totals[2, j] + totals[3, j]
 
 
 @T.macro

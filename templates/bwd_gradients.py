@@ -34,7 +34,14 @@ from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates._chunks import keep_seen, share_heads, split_chunks
-from kda_tl.templates._gradients import put_gradients, take_gradients_exactly
+from kda_tl.templates._gradients import (
+    mask_pairs,
+    put_gradients,
+    put_operands,
+    sum_rows_after,
+    take_gate,
+    take_gradients_exactly,
+)
 from kda_tl.templates._prep import (
     LEAST_STEP,
     Gate,
@@ -188,7 +195,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
     NB = BT // BC
     downwards = tuple(reversed(range(NB)))
     f32, io = "float32", "bfloat16"
-    gate, slopes = Gate(p), Slopes(p, fast=True)
+    gate, slopes = Gate(p), Slopes(p)
     by_rows, by_columns = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
@@ -298,23 +305,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             # each with half of its columns, TileLang 0.1.15 gives the second one the wrong address
             rows = T.alloc_shared((NB, 2 * BC, KP), io)
             keys = T.alloc_shared((BT, KP), io)
-            q_raw = T.alloc_fragment((BC, NB, KP), io)
-            k_raw = T.alloc_fragment((BC, NB, KP), io)
-            for i in T.unroll(BC):
-                for s, j in T.Parallel(NB, KP):
-                    q_raw[i, s, j] = loaded[s * 2 * BC + i, j]
-                for s, j in T.Parallel(NB, KP):
-                    k_raw[i, s, j] = loaded[s * 2 * BC + BC + i, j]
-            T.sync_threads()
-            for i in T.unroll(BC):
-                for s, j in T.Parallel(NB, KP):
-                    exponent = local[i, s, j] - middle[s, j]
-                    row = T.cast(k_raw[i, s, j], f32) * factor[s * 2 * BC + BC + i]
-                    query = T.cast(q_raw[i, s, j], f32) * factor[s * 2 * BC + i]
-                    above[s * BC + i, j] = exponent
-                    rows[s, i, j] = T.cast(query * T.exp2(exponent), io)
-                    rows[s, BC + i, j] = T.cast(row * T.exp2(exponent), io)
-                    keys[s * BC + i, j] = T.cast(row * T.exp2(-exponent), io)
+            put_operands(loaded, factor, local, middle, above, rows, keys)
 
             # dAqk and dKK
             pair = T.alloc_fragment((2 * BT, BT), f32)
@@ -322,13 +313,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             columns = [T.alloc_fragment((2 * BT, BC), io) for _ in range(NB)]
             db = T.alloc_shared((BT,), f32)
             T.gemm(outer, value_shared, pair, clear_accum=True, policy=by_rows)
-            for r, j in T.Parallel(2 * BT, BT):
-                if (r // (2 * BC) * BC + r % BC == j) & (r // BC % 2 == 1):
-                    db[j] = pair[r, j]
-            for r, j in T.Parallel(2 * BT, BT):
-                distance = r // (2 * BC) * BC + r % BC - j
-                sign = T.if_then_else(r // BC % 2 == 0, 1.0, -1.0)
-                pair[r, j] = T.if_then_else(distance >= r // BC % 2, sign * pair[r, j], 0.0)
+            mask_pairs(pair, db)
             T.copy(pair, pairs)
             for a, column in enumerate(columns):
                 for r, j in T.Parallel(2 * BT, BC):
@@ -407,68 +392,13 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                         (above, of_key, keys, dG_row, of_keys, dq, dk),
                     )
 
-            # the gate: dG summed from each row to the chunk's end
-            run = T.alloc_fragment((NB, KP), f32)
-            after = T.alloc_fragment((NB, KP), f32)
+            # the gate
             suffix = T.alloc_fragment((BC, NB, KP), f32)
-            parts = T.alloc_shared((NB, KP), f32)
             totals = T.alloc_shared((NB, KP), f32)
-            T.clear(run)
-            T.sync_threads()
-            for n in T.unroll(BC):
-                for s, j in T.Parallel(NB, KP):
-                    i = BC - 1 - n
-                    of_rows = dG_row[s * 2 * BC + i, j] + dG_row[s * 2 * BC + BC + i, j]
-                    own = T.cast(keys[s * BC + i, j], f32) * of_key[s * BC + i, j]
-                    run[s, j] = run[s, j] + (of_rows - own)
-                for s, j in T.Parallel(NB, KP):
-                    suffix[BC - 1 - n, s, j] = run[s, j]
-            for s, j in T.Parallel(NB, KP):
-                parts[s, j] = of_keys[s, j] + T.exp2(last[s, j]) * of_states[s, j]
-            for s, j in T.Parallel(NB, KP):
-                totals[s, j] = run[s, j]
-            T.sync_threads()
-            for s, j in T.Parallel(NB, KP):
-                after[s, j] = parts[0, j] + parts[1, j] + parts[2, j] + parts[3, j]
-            for n in T.unroll(NB):
-                for s, j in T.Parallel(NB, KP):
-                    after[s, j] = after[s, j] + T.if_then_else(n > s, totals[n, j], 0.0)
-            for i in T.unroll(BC):
-                for s, j in T.Parallel(NB, KP):
-                    suffix[i, s, j] = suffix[i, s, j] + after[s, j]
+            sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix)
             if p.gate != "log":
-                rate = T.alloc_fragment((1,), f32)
-                of_slope = T.alloc_fragment((NB, KP), f32)
-                of_bias = T.alloc_fragment((NB, KP), f32)
-                rate[0] = T.exp(A_log[i_h]) if p.has_A_log else 1.0
-                T.clear(of_slope)
-                T.clear(of_bias)
-                load_gates(g, K, start, count, i_h, raw)
-                for i in T.unroll(BC):
-                    for s, j in T.Parallel(NB, KP):
-                        x = T.cast(raw[i, s, j], f32) + bias[s, j]
-                        d = T.if_then_else((s * BC + i < count) & (j < K), suffix[i, s, j], 0.0)
-                        dx = d * slopes.gate(x, rate[0], lower_bound)
-                        if p.has_A_log:
-                            own = slopes.A_log(x, rate[0], dx if p.gate == "safe" else d)
-                            of_slope[s, j] = of_slope[s, j] + own
-                        of_bias[s, j] = of_bias[s, j] + dx
-                        suffix[i, s, j] = dx
-                if p.has_A_log:
-                    of_heads = T.alloc_fragment((NB,), f32)
-                    head_parts = T.alloc_shared((NB,), f32)
-                    T.reduce_sum(of_slope, of_heads, dim=1)
-                    T.copy(of_heads, head_parts)
-                    T.sync_threads()
-                    if thread == 0:
-                        dA_log_part[i_t, i_h] = head_parts[0] + head_parts[1] + head_parts[2] + head_parts[3]
-                if p.has_dt_bias:
-                    T.sync_threads()
-                    for s, j in T.Parallel(NB, KP):
-                        totals[s, j] = of_bias[s, j]
-                    T.sync_threads()
-                    for j in T.Parallel(KP):
-                        ddt_bias_part[i_t, i_h, j] = totals[0, j] + totals[1, j] + totals[2, j] + totals[3, j]
+                at = (i_t, i_h, start, count)
+                take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
             elif p.has_dt_bias:
                 for j in T.Parallel(KP):
                     ddt_bias_part[i_t, i_h, j] = 0.0

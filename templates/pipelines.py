@@ -150,20 +150,14 @@ def staged_forward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     return {"o": o, "ht": ht, "h": h}
 
 
+# What a chunk's factors are made of, and what gradients go back to
+_RAW = ("q", "k", "g", "beta", "A_log", "dt_bias", "chunk_tokens", "scale", "lower_bound")
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
+
+
 def _prepare_chunks(run: Run, x: Mapping[str, Any]) -> Sequence[Any]:
     """What a chunk does alone: A, Aqk, k_neg, qg, kg, decay."""
-    return run(
-        fwd_prep.STAGE,
-        q=x["q"],
-        k=x["k"],
-        g=x["g"],
-        beta=x["beta"],
-        A_log=x["A_log"],
-        dt_bias=x["dt_bias"],
-        chunk_tokens=x["chunk_tokens"],
-        scale=x["scale"],
-        lower_bound=x["lower_bound"],
-    )
+    return run(fwd_prep.STAGE, **{name: x[name] for name in _RAW})
 
 
 def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,16 +299,7 @@ def _make_gradients(run: Run, x: Mapping[str, Any], factors: dict[str, Any]) -> 
     dq, dk = run(bwd_qk.STAGE, dq_part=dq_part, dk_part=dk_part, q=x["q"], k=x["k"], rstd=rstd, chunk_tokens=chunks)
     del dq_part, dk_part, rstd
     dA_log, ddt_bias = _add_chunks(run, dA_log_part, ddt_bias_part)
-    return {
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dg": dg,
-        "dbeta": dbeta,
-        "dh0": dh0,
-        "dA_log": dA_log,
-        "ddt_bias": ddt_bias,
-    }
+    return dict(zip(GRADIENTS, (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias), strict=True))
 
 
 def _add_chunks(run: Run, dA_log_part: Any, ddt_bias_part: Any) -> Sequence[Any]:
@@ -344,33 +329,16 @@ def prep_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     del A, Aqk, k_neg, qg, kg, decay
     dq, dk, dg, dbeta, dA_log_part, ddt_bias_part = run(
         bwd_gradients.STAGE,
-        q=x["q"],
-        k=x["k"],
-        g=x["g"],
-        beta=x["beta"],
-        A_log=x["A_log"],
-        dt_bias=x["dt_bias"],
         values=values,
         states=states,
         do=x["do"],
         dv=dv,
         dstates=dstates,
-        chunk_tokens=x["chunk_tokens"],
-        scale=x["scale"],
-        lower_bound=x["lower_bound"],
+        **{name: x[name] for name in _RAW},
     )
     del values, states, dstates
     dA_log, ddt_bias = _add_chunks(run, dA_log_part, ddt_bias_part)
-    return {
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dg": dg,
-        "dbeta": dbeta,
-        "dh0": dh0,
-        "dA_log": dA_log,
-        "ddt_bias": ddt_bias,
-    }
+    return dict(zip(GRADIENTS, (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias), strict=True))
 
 
 _BEFORE_OUTPUT = (fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE)
