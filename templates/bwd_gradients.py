@@ -182,10 +182,14 @@ class BwdGradientsConfig(Config):
         return None
 
     def smem_bytes(self, case: Case) -> int:
-        """Tiles of both states, values, dO and dX, operands and pairs; sums in fp32 lie where the first were."""
+        """Operands, pairs and exponents, and in turn tiles of both states, values, dO and dX, and sums in fp32."""
         BT, KP, V = case.BT, case.problem.KP, case.problem.V
-        tiles = 2 * V * KP + V * BT + 2 * BT * V + 3 * BT * KP + 2 * BT * BT
-        return tiles * 2 + BT * PAD * 4 + 22 * KP * 4 + 8 * BT * 4
+        kept = 3 * BT * KP * 2 + 2 * BT * BT * 2 + BT * (KP + PAD) * 4 + 22 * KP * 4 + 8 * BT * 4
+        tiles = (2 * V * KP + V * BT + 2 * BT * V) * 2
+        sums = 3 * BT * (KP + PAD) * 4
+        if sums > tiles and not case.problem.bounded_gate:  # its exact path needs the pairs to the end: a gap is left
+            sums += 2 * BT * BT * 2
+        return kept + max(tiles, sums)
 
 
 def build(case: Case, config: BwdGradientsConfig) -> Any:

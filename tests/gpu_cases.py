@@ -86,7 +86,7 @@ HOPPER = WHOLE | CUT
 # And for the backward that only Hopper runs, beside those above that it takes
 SCANNED = {
     "scan-safe-K128-V128-vk": make(64, 2, 2, 128, 128, gate="safe", state_v_first=True),
-    "scan-softplus-K128-V64": make(64, 2, 2, 128, 64, gate="softplus", has_dt_bias=False, beta="sigmoid2"),
+    "scan-softplus-K64-V128": make(64, 2, 2, 64, 128, gate="softplus", has_dt_bias=False, beta="sigmoid2"),
     "scan-softplus-K100-V128": make(64, 1, 1, 100, 128, gate="softplus", beta="plain"),
     "scan-log-K64-V64-bare": make(
         64, 2, 2, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
@@ -129,6 +129,13 @@ def plan_named(name: str) -> Plan:
     if name in CUT:
         return cut_plan(problem)
     return hopper_plan(problem) if name in WHOLE else plan_of(problem, BT)
+
+
+def backward_plan(name: str) -> tuple[Problem, Plan]:
+    """What runs the backward of a specialisation."""
+    BT, problem = BACKWARD[name]
+    problem = replace(problem, direction="bwd")
+    return problem, hopper_plan(problem, "prep_scan") if name in SCANNED else plan_of(problem, BT)
 
 
 def case_of(problem: Problem, plan: Plan) -> Case:
@@ -211,12 +218,11 @@ def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
 def compile_all() -> dict[Job, WorkerFailure]:
     """Compiles everything that GPU tests run, on all cores, once; what failed, and why."""
     wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
-    for BT, problem in BACKWARD.values():  # with the forward that is called before
-        for each in (problem, replace(problem, direction="bwd")):
-            wanted += jobs_of(each, next(iter_defaults(each, device(), BT=BT)))
-    for BT, problem in SPECIALISED.values():
-        staged = replace(problem, direction="bwd")
-        wanted += jobs_of(staged, plan_of(staged, BT))
+    for name in BACKWARD:
+        problem, plan = backward_plan(name)
+        wanted += jobs_of(problem, plan)
+    for BT, problem in SCANNED.values():  # the forward that is called before
+        wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
     for name in OTHERS:
