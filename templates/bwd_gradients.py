@@ -448,6 +448,6 @@ STAGE = Stage(
     reference=reference,
     default=default,
     cost=cost,
-    # Pairs and anchored operands rounded to 2^-9 each; dg sums what cancels over 64 rows
-    tolerance={"bf16": 1e-2, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    # Pairs and anchored operands rounded to 2^-9 each; what cancels in dg was summed from the same roundings
+    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
 )
