@@ -206,13 +206,14 @@ def take_gradients_exactly(gate, tensors, at, factors, sums):
         at: chunk, head, first token and number of tokens.
         factors: of rows of q and k and the pairs of dAqk and dKK, sub-chunk by sub-chunk, in shared memory; unit and
             slope of the gate; scale.
-        sums: cumsums, gradients of keys, keys and dG of rows in shared memory, what kg adds to its last row in
-            registers, and the gradients of q and k; written. Of dG, the keys' part is then 0 and the rows' part all.
+        sums: cumsums in shared memory, the last in registers, gradients of keys, keys and dG of rows in shared
+            memory, what kg adds to its last row in registers, and the gradients of q and k; written. Of dG, the keys'
+            part is then 0 and the rows' part all.
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
     i_t, i_h, start, count = at
     factor, pairs, unit, slope, scale = factors
-    G, dG, keys, found, of_keys, dq, dk = sums
+    G, last, dG, keys, found, of_keys, dq, dk = sums
     (BT, KP), K, V = keys.shape, gate.p.K, gate.p.V
     lanes = 256 // KP
     thread = T.get_thread_binding()
@@ -267,6 +268,8 @@ def take_gradients_exactly(gate, tensors, at, factors, sums):
     T.sync_threads()
     for s, j in T.Parallel(*of_keys.shape):
         of_keys[s, j] = T.if_then_else(s < lanes, grown[s, j], 0.0)
+    for s, j in T.Parallel(*last.shape):
+        last[s, j] = G[BT - 1, j]
     if thread < 2 * BT:
         run = 0.0
         r = thread

@@ -393,7 +393,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                         (q, k, g, dt_bias, values, states, d_o, dv, dstates),
                         (i_t, i_h, start, count),
                         (factor, pairs, unit[0], slope[0], scale),
-                        (above, of_key, keys, dG_row, of_keys, dq, dk),
+                        (above, last, of_key, keys, dG_row, of_keys, dq, dk),
                     )
 
             # the gate
