@@ -19,7 +19,6 @@ from kda_tl.templates._chunks import join_chunks, split_chunks, unpack_lower
 from kda_tl.templates._recurrence import (
     OUTPUT_PAD,
     PRODUCER,
-    ROWS,
     WARPGROUP,
     RecurrenceConfig,
     find_chunks,
@@ -31,7 +30,7 @@ from kda_tl.templates._recurrence import (
     put_output,
     read_state,
 )
-from kda_tl.templates._scan import put_tiles
+from kda_tl.templates._scan import choose_width, put_tiles
 from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
 
 INPUTS = {
@@ -220,9 +219,7 @@ def build(case: Case, config: BwdScanConfig) -> Any:
 
 def default(case: Case) -> BwdScanConfig:
     """Two warpgroups where heads' 64-channel blocks exceed the multiprocessors."""
-    p = case.problem
-    wide = p.HV * p.V // ROWS > (case.device.num_sms or 1)
-    return prefer(case, BwdScanConfig(BV=128 if wide else 64))
+    return prefer(case, BwdScanConfig(BV=choose_width(case)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -29,7 +29,7 @@ from kda_tl.templates._recurrence import (
     put_constants,
     read_state,
 )
-from kda_tl.templates._scan import put_tiles
+from kda_tl.templates._scan import choose_width, put_tiles
 from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
 
 INPUTS = {
@@ -193,9 +193,7 @@ def build(case: Case, config: BwdValuesConfig) -> Any:
 
 def default(case: Case) -> BwdValuesConfig:
     """Two warpgroups where heads' 64-channel blocks exceed the multiprocessors."""
-    p = case.problem
-    wide = p.HV * p.V // 64 > (case.device.num_sms or 1)
-    return prefer(case, BwdValuesConfig(BV=128 if wide else 64))
+    return prefer(case, BwdValuesConfig(BV=choose_width(case)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -34,8 +34,10 @@ from kda_tl.templates.pipelines import PIPELINES
 CPU = cpu_device()
 EXACT = 1e-9
 RAGGED = (1, 15, 16, 63, 64, 65, 130)
-STAGED = (bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce)
-MODULES = (*STAGED, bwd_values, bwd_scan, bwd_gradients)
+MODULES = (
+    *(bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce),
+    *(bwd_values, bwd_scan, bwd_gradients),
+)
 
 gates = pytest.mark.parametrize("gate", GATES)
 
