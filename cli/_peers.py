@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kda_tl.errors import UnsupportedError
+from kda_tl.reference import activate_beta, activate_gate, l2norm
 from kda_tl.workloads import Workload
 
 # takes the arguments of chunk_kda by name, returns o, the final state or None, and what else there is
@@ -68,32 +69,37 @@ def _make_cudnn(module: Any, workload: Workload, where: torch.device) -> Operato
     """cuDNN frontend 1.32 ``cudnn.linear_attention.kimi_delta_attention``: tokens packed, states [V, K]."""
     if where.type != "cuda":
         raise UnsupportedError("its kernels need a GPU")
-    if workload.gate == "softplus":
+    if workload.gate == "softplus" and workload.direction == "fwd":
         raise UnsupportedError("it has no softplus gate")
-    if workload.direction == "bwd":
-        raise UnsupportedError(
-            "its backward takes log decays, normalised q and k and an activated beta, not these inputs"
-        )
     bounds = torch.tensor(workload.bounds, dtype=torch.int32, device=where)
+    prepare = _activate_before if workload.direction == "bwd" else _activate_inside
 
     def call(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        gate: dict[str, Any] = {}
-        if workload.gate == "safe":
-            bias = inputs["dt_bias"].view(workload.HV, workload.K)
-            gate = {
-                "safe_gate": True,
-                "gate_lower_bound": inputs["lower_bound"],
-                "a_log": inputs["A_log"],
-                "dt_bias": bias,
-            }
-        o, ht = module.kimi_delta_attention(
-            *(inputs[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")),
-            bounds,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            **gate,
-        )
+        tensors, options = prepare(inputs, workload)
+        packed = (tensors[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
+        o, ht = module.kimi_delta_attention(*packed, bounds, output_final_state=True, **options)
         return o.view(inputs["v"].shape), ht
 
     return call
+
+
+def _activate_inside(inputs: Mapping[str, Any], workload: Workload) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Tensors as they are, and what tells its forward to activate them."""
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    if workload.gate == "safe":
+        bias = inputs["dt_bias"].view(workload.HV, workload.K)
+        gate = {"gate_lower_bound": inputs["lower_bound"], "a_log": inputs["A_log"], "dt_bias": bias}
+        options |= {"safe_gate": True, **gate}
+    return inputs, options
+
+
+def _activate_before(inputs: Mapping[str, Any], workload: Workload) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Activations and norms by torch, whose autograd takes their gradients; its own begin at what it then gets."""
+    g = inputs["g"].float()
+    if workload.gate != "log":
+        names = ("A_log", "dt_bias", "lower_bound")
+        g = activate_gate(g, gate=workload.gate, **{name: inputs[name] for name in names})
+    q, k = (l2norm(inputs[name].float()).to(inputs[name].dtype) for name in ("q", "k"))
+    beta = activate_beta(inputs["beta"].float(), "sigmoid")
+    states = (len(workload.bounds) - 1, workload.HV, workload.V, workload.K)
+    return {"q": q, "k": k, "v": inputs["v"], "g": g, "beta": beta}, {"initial_state": g.new_zeros(states)}

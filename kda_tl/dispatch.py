@@ -23,7 +23,7 @@ from kda_tl.program import Program
 from kda_tl.stage import BT_CHOICES, Case, Config, Plan
 
 # When nothing is tuned: the first whose stages take the case. The last runs on every device.
-DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "staged"), "bwd": ("staged_backward",)}
+DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "staged"), "bwd": ("prep_scan", "staged_backward")}
 DEFAULT_BT = 64
 DEFAULT_BC = 16
 

@@ -238,18 +238,23 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
-    Workload(name="train-T8192-H32", T=8192, H=32, direction="bwd", tags=("train",)),
-    Workload(name="train-T8192-H64", T=8192, H=64, direction="bwd", tags=("train",)),
-    Workload(name="train-T8192-H96", T=8192, H=96, direction="bwd", tags=("train",)),
-    Workload(name="train-T32768-H8", T=32768, H=8, direction="bwd", tags=("train",)),
-    Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
-    Workload(name="train-packed-8x1024-H32", lengths=_EVEN, H=32, direction="bwd", tags=("train",)),
+    *(Workload(name=f"train-{name}", direction="bwd", tags=("train", "training"), **x) for name, x in _TRAINED.items()),
+    *(
+        Workload(name=f"train-slow-{name}", decay="slow", direction="bwd", tags=("training",), **x)
+        for name, x in _TRAINED.items()
+    ),
     *(
         Workload(
-            name=f"train-softplus-{name}", gate="softplus", decay="slow", direction="bwd", tags=("train",), **shape
+            name=f"train-softplus-{name}",
+            gate="softplus",
+            decay="slow",
+            direction="bwd",
+            tags=("train", "training"),
+            **x,
         )
-        for name, shape in _TRAINED.items()
+        for name, x in _TRAINED.items()
     ),
+    Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
     Workload(name="train-cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", direction="bwd", tags=("train-cpu",)),
     Workload(
         name="train-cpu-softplus-K64",

@@ -5,16 +5,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.stage import Case
-from kda_tl.templates._recurrence import ROWS
-
 BARRIER = 1  # a named one, of the threads that multiply
-
-
-def choose_width(case: Case) -> int:
-    """Channels a block by default: of two warpgroups where all heads' blocks of one exceed the multiprocessors."""
-    p = case.problem
-    return 2 * ROWS if p.HV * (p.V // ROWS) > case.device.num_sms else ROWS
 
 
 @T.macro

@@ -21,7 +21,6 @@ from kda_tl.templates import (
     bwd_reduce,
     bwd_scan,
     bwd_state,
-    bwd_values,
     bwd_wy,
     fwd_gate,
     fwd_intra,
@@ -311,11 +310,10 @@ def _add_chunks(run: Run, dA_log_part: Any, ddt_bias_part: Any) -> Sequence[Any]
 
 def prep_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """For Hopper: what a chunk does alone, the scans in both directions, and the rest of a chunk's gradients."""
-    tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
     A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
-    values, states = run(bwd_values.STAGE, v=x["v"], A=A, k_neg=k_neg, kg=kg, decay=decay, h0=x["h0"], **tables)
-    dv, dstates, dh0 = run(
+    values, states, dv, dstates, dh0 = run(
         bwd_scan.STAGE,
+        v=x["v"],
         do=x["do"],
         A=A,
         Aqk=Aqk,
@@ -323,8 +321,10 @@ def prep_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         qg=qg,
         kg=kg,
         decay=decay,
+        h0=x["h0"],
         dht=x["dht"],
-        **tables,
+        segments=x["segments"],
+        chunk_tokens=x["chunk_tokens"],
     )
     del A, Aqk, k_neg, qg, kg, decay
     dq, dk, dg, dbeta, dA_log_part, ddt_bias_part = run(
@@ -390,7 +390,7 @@ PIPELINES: dict[str, Pipeline] = {
     "prep_scan": Pipeline(
         name="prep_scan",
         direction="bwd",
-        stages=(fwd_prep.STAGE, bwd_values.STAGE, bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE),
+        stages=(fwd_prep.STAGE, bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE),
         compute=prep_scan,
     ),
 }

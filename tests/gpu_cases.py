@@ -87,7 +87,7 @@ HOPPER = WHOLE | CUT
 SCANNED = {
     "scan-safe-K128-V128-vk": make(64, 2, 2, 128, 128, gate="safe", state_v_first=True),
     "scan-softplus-K64-V128": make(64, 2, 2, 64, 128, gate="softplus", has_dt_bias=False, beta="sigmoid2"),
-    "scan-softplus-K100-V128": make(64, 1, 1, 100, 128, gate="softplus", beta="plain"),
+    "scan-softplus-K128-V128": make(64, 1, 1, 128, 128, gate="softplus", beta="plain"),
     "scan-log-K64-V64-bare": make(
         64, 2, 2, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
     ),
@@ -231,9 +231,9 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
         for plan in (first, *equal_plans(first)):
             wanted += jobs_of(MAIN, plan)
-    merge = templates.load("fwd_merge")  # it takes cases that the stages around it do not
-    cases = [stage_case(merge.name, name) for name in SPECIALISED]
-    wanted += [(merge.name, case, config) for case in cases if not (config := merge.default(case)).reject(case)]
+    for stage in map(templates.load, ("fwd_merge", "bwd_scan")):  # they take cases that the stages around them do not
+        cases = [stage_case(stage.name, name) for name in SPECIALISED]
+        wanted += [(stage.name, case, config) for case in cases if not (config := stage.default(case)).reject(case)]
     for tokens, problem in FORWARD.values():
         for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
             wanted += [job for job in jobs_of(problem, plan) if job[2].reject(job[1]) is None]

@@ -26,7 +26,6 @@ from kda_tl.templates import (
     bwd_reduce,
     bwd_scan,
     bwd_state,
-    bwd_values,
     bwd_wy,
 )
 from kda_tl.templates.pipelines import PIPELINES
@@ -36,7 +35,7 @@ EXACT = 1e-9
 RAGGED = (1, 15, 16, 63, 64, 65, 130)
 MODULES = (
     *(bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce),
-    *(bwd_values, bwd_scan, bwd_gradients),
+    *(bwd_scan, bwd_gradients),
 )
 
 gates = pytest.mark.parametrize("gate", GATES)

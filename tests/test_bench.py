@@ -18,12 +18,15 @@ import pytest
 
 from kda_tl.cli import _chart as chart
 from kda_tl.cli import main
+from kda_tl.cli._call import describe_recurrence
 from kda_tl.cli._console import to_json
 from kda_tl.cli._floor import Ceilings, Row
-from kda_tl.cli._peers import find_versions
+from kda_tl.cli._peers import _activate_before, find_versions
 from kda_tl.cli._report import Report, read_report
 from kda_tl.cli._timing import CallRow, Result
 from kda_tl.errors import InputError
+from kda_tl.problem import GATES
+from kda_tl.reference import recurrent_kda, relative_error
 from kda_tl.workloads import Workload, select
 
 FORWARD = select(["forward"])
@@ -129,6 +132,17 @@ def test_versions_are_those_imported_else_those_installed(monkeypatch: pytest.Mo
     assert find_versions() == {"fla": "imported", "triton": "installed triton"}
     monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(__version__="of a checkout"))
     assert find_versions()["cudnn_frontend"] == "of a checkout"
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_peer_without_activations_is_given_the_same_problem(gate: str) -> None:
+    workload = Workload(name="w", lengths=(20, 9), H=2, K=16, V=16, dtype="fp32", gate=gate, direction="bwd")
+    inputs = workload.inputs("cpu")
+    tensors, options = _activate_before(inputs, workload)
+    assert options["initial_state"].shape == (2, 2, 16, 16)
+    o, ht = recurrent_kda(**tensors, cu_seqlens=inputs["cu_seqlens_cpu"])
+    expected = recurrent_kda(**describe_recurrence(inputs))
+    assert max(map(relative_error, (o, ht), expected)) < 1e-6
 
 
 @pytest.mark.usefixtures("unmeasured")

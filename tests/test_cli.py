@@ -579,7 +579,7 @@ def test_verify_runs_plans_in_their_own_pass(run: Run, own_database: Path, monke
 
 def test_verify_compiles_one_backward_default() -> None:
     subjects = list(verify._default_subjects(known_device("nvidia_h200"), static=True))
-    assert [s.plan.pipeline for s in subjects].count("staged_backward") == 1
+    assert [s.workload.direction for s in subjects].count("bwd") == 1
 
 
 @pytest.mark.parametrize("tensor", ["q", "A_log"])

@@ -41,9 +41,9 @@ EXTREME = (
     "bf16-softplus-K60-V100-GVA-vk",
     "fp32-safe-K60-V100-BT16",
     "scan-safe-K128-V128-vk",
-    "scan-softplus-K100-V128",
+    "scan-softplus-K128-V128",
 )
-DRAWN = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "fp32-safe-K60-V100-BT16", "scan-softplus-K100-V128")
+DRAWN = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "fp32-safe-K60-V100-BT16", "scan-softplus-K128-V128")
 # where a gate saturates, what is left of its own gradient is lost among the terms it is the sum of
 BESIDE_THE_GATE = ("q", "k", "v", "beta", "initial_state")
 
