@@ -139,7 +139,8 @@ def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
 
 def run_keeping(ready: Ready, names: tuple[str, ...], a: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
     """:func:`run_forward`, and the factors of these names for the backward."""
-    program = build_program(ready.choice.plan, ready.problem.without_lengths(), ready.device)
+    p = replace(ready.problem, direction="bwd")  # what it makes must be what a backward would make again
+    program = build_program(ready.choice.plan, p.without_lengths(), ready.device)
     compute, _ = _bind(program, ready.bounds, a["q"].device, kept=names)
     out = compute(_operands(ready.problem, a) | ready.constants)
     return _view_results(ready, a, out), {name: out[name] for name in names}

@@ -154,8 +154,12 @@ _RAW = ("q", "k", "g", "beta", "A_log", "dt_bias", "chunk_tokens", "scale", "low
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
 
 
+# What a chunk does alone
+PREPARED = tuple(fwd_prep.STAGE.outputs)
+
+
 def _prepare_chunks(run: Run, x: Mapping[str, Any]) -> Sequence[Any]:
-    """What a chunk does alone: A, Aqk, k_neg, qg, kg, decay."""
+    """By the names of PREPARED."""
     return run(fwd_prep.STAGE, **{name: x[name] for name in _RAW})
 
 
@@ -310,23 +314,27 @@ def _add_chunks(run: Run, dA_log_part: Any, ddt_bias_part: Any) -> Sequence[Any]
 
 def prep_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """For Hopper: what a chunk does alone, the scans in both directions, and the rest of a chunk's gradients."""
-    A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
+    return _scan_both_ways(run, x, dict(zip(PREPARED, _prepare_chunks(run, x), strict=True)))
+
+
+def resumed_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from what the forward prepared."""
+    return _scan_both_ways(run, x, {name: x[name] for name in PREPARED})
+
+
+def _scan_both_ways(run: Run, x: Mapping[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
+    """From what chunks do alone on, which is forgotten after the scans."""
     values, states, dv, dstates, dh0 = run(
         bwd_scan.STAGE,
+        **prepared,
         v=x["v"],
         do=x["do"],
-        A=A,
-        Aqk=Aqk,
-        k_neg=k_neg,
-        qg=qg,
-        kg=kg,
-        decay=decay,
         h0=x["h0"],
         dht=x["dht"],
         segments=x["segments"],
         chunk_tokens=x["chunk_tokens"],
     )
-    del A, Aqk, k_neg, qg, kg, decay
+    prepared.clear()
     dq, dk, dg, dbeta, dA_log_part, ddt_bias_part = run(
         bwd_gradients.STAGE,
         values=values,
@@ -351,6 +359,7 @@ _GRADIENTS = (
     bwd_qk.STAGE,
     bwd_reduce.STAGE,
 )
+_SCANNED = (bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE)
 
 
 def _cut_pipeline(segments: int) -> Pipeline:
@@ -360,6 +369,7 @@ def _cut_pipeline(segments: int) -> Pipeline:
         direction="fwd",
         stages=(fwd_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE, fwd_resume.STAGE),
         compute=prep_segments,
+        factors=PREPARED,
         segments=segments,
     )
 
@@ -377,6 +387,7 @@ PIPELINES: dict[str, Pipeline] = {
         direction="fwd",
         stages=(fwd_prep.STAGE, fwd_recurrence.STAGE),
         compute=prep_recurrence,
+        factors=PREPARED,
     ),
     **{pipeline.name: pipeline for pipeline in map(_cut_pipeline, (4, 8, 16))},
     "staged_backward": Pipeline(
@@ -390,7 +401,9 @@ PIPELINES: dict[str, Pipeline] = {
     "prep_scan": Pipeline(
         name="prep_scan",
         direction="bwd",
-        stages=(fwd_prep.STAGE, bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE),
+        stages=(fwd_prep.STAGE, *_SCANNED),
         compute=prep_scan,
+        factors=PREPARED,
+        resumed=Pipeline(name="prep_scan", direction="bwd", stages=_SCANNED, compute=resumed_scan),
     ),
 }
