@@ -47,7 +47,7 @@ def parse_problem(a: dict[str, Any], bounds: tuple[int, ...]) -> tuple[Problem, 
         varlen=packed,
         initial_state=a["initial_state"] is not None,
         final_state=bool(a["output_final_state"]),
-        intermediate_states=bool(a["return_intermediate_states"] or a.get("disable_recompute")),
+        intermediate_states=bool(a["return_intermediate_states"]),
         state_v_first=bool(a["state_v_first"]),
     )
     _check_state(a["initial_state"], problem)

@@ -58,7 +58,7 @@ def find_ready(a: dict[str, Any]) -> Ready:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
         tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in TENSORS]
-        flags = [*(a[name] for name in _FLAGS), a.get("disable_recompute")]
+        flags = [a[name] for name in _FLAGS]
         key = (*tensors, *flags, a["cu_seqlens"] is None, token_bounds(a), context())
         found = _ready.get(key)
     except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it
@@ -182,7 +182,7 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
     Raises:
         InputError: ``keep``, and the pinned plan cuts other chunks.
     """
-    problem, forward = replace(ready.problem, direction="bwd"), ready.choice.plan
+    problem, forward = replace(ready.problem, direction="bwd", intermediate_states=False), ready.choice.plan
     asked = ready.chunk_size and _choose_chunks(problem, ready.device, ready.chunk_size, context())
     choice = asked or choose(problem, ready.device)  # a hint: the backward may have room for shorter chunks only
     if not keep or forward is None or choice.plan is None:

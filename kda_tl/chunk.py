@@ -63,15 +63,15 @@ def chunk_kda(
         safe_gate: the caller promises log decays in [-5, 0); needs ``lower_bound`` if the gate is computed here.
         lower_bound: of the log decay in nats, in [-5, 0).
         disable_recompute: keep the intermediates of the forward for the backward, which else computes them again, for
-            more memory. They are computed again all the same inside ``torch.compile``, and where the backward has no
-            room for the forward's chunks.
+            more memory. They are computed again all the same inside ``torch.compile``, where the backward's plan
+            begins with other stages than the forward's, and where it has no room for the forward's chunks.
         A_log: [HV] float; may be missing if ``lower_bound`` is given.
         dt_bias: [HV * K] or [HV, K] float, zero unless given.
         state_v_first: states are [V, K].
         cu_seqlens: int32 or int64 [N + 1], bounds of packed sequences, which may be empty; B must be 1.
         cu_seqlens_cpu: the same on the host; without it, a device ``cu_seqlens`` is read back once, when first seen.
         return_intermediate_states: also return the state before each chunk, in the dtype of q, with chunks of
-            ``chunk_size`` (64 unless given) tokens. This and disable_recompute pass over plans that keep no states.
+            ``chunk_size`` (64 unless given) tokens. Plans that keep no states are passed over.
         chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given. The backward cuts its chunks so too
             where it can.
         transpose_state_layout: old name of ``state_v_first``.
@@ -100,9 +100,6 @@ def chunk_kda(
             *(A_log, dt_bias, state_v_first, cu_seqlens, cu_seqlens_cpu, return_intermediate_states, chunk_size),
         )
     arguments = locals()
-    if disable_recompute:  # only a plan that keeps its intermediates will do, if there is a backward at all
-        check_tensors(arguments)
-        arguments["disable_recompute"] = needs_gradients(arguments)
     ready = find_ready(arguments)
     if ready.compute is None:
         return run_reference(ready, arguments)

@@ -46,7 +46,7 @@ class Problem:
         varlen: sequences are packed by cu_seqlens.
         initial_state: a state before the first token is given.
         final_state: the state after the last token is returned.
-        intermediate_states: the states before every chunk are returned, or kept for a backward.
+        intermediate_states: the states before every chunk are returned.
         state_v_first: states are [V, K] instead of [K, V].
         g_dtype: element type of g.
         beta_dtype: element type of beta.
