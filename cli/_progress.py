@@ -193,7 +193,7 @@ def format_counts(counts: Mapping[str, int]) -> str:
 
 
 def _format_plan(result: PlanResult) -> str:
-    plan = f"{result.plan.pipeline} {result.plan.BT:>2}/{result.plan.BC:<2}"
+    plan = f"{result.plan.pipeline} {result.plan.BT:>2}/{result.plan.BC:<2}{' kept' if result.plan.kept else ''}"
     if result.status != "ok":
         return f"{plan}  {FAILURES.get(result.status, result.status)}: {one_line(result.reason)}"
     error = result.check.get("max_rel_err")

@@ -97,7 +97,12 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
             if (s := served.get(found.workload.name)) is not None and found.entry is not None:
                 plan = found.entry.plan
                 times = (format_us(s.tuned_us), format_us(s.default_us), format_ratio(s.ratio), format_error(s.error))
-                table.add_row(found.workload.name, plan["pipeline"], f"{plan['BT']}/{plan['BC']}", *times)
+                table.add_row(
+                    found.workload.name,
+                    plan["pipeline"],
+                    f"{plan['BT']}/{plan['BC']}" + (" kept" if plan.get("kept") else ""),
+                    *times,
+                )
         yield table
         yield "error: of chunk_kda, relative to the float64 recurrence."
         if any(found.workload.direction == "bwd" for found in report.workloads):

@@ -71,7 +71,7 @@ def _table(problem: Problem, device: Device, choice: Choice) -> Any:
     for name in ("step", "source", "reason"):
         table.add_row(name, getattr(choice, name))
     if choice.plan is not None:
-        table.add_row("plan", f"{choice.plan.pipeline}, BT={choice.plan.BT}, BC={choice.plan.BC}")
+        table.add_row("plan", choice.plan.label)
         for stage, config in choice.plan.stages:
             table.add_row(f"  {stage}", " ".join(f"{k}={v}" for k, v in config.as_dict().items()))
     if choice.stale:

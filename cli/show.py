@@ -104,7 +104,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[Any]:
 def _cells(entry: Entry) -> tuple[str, ...]:
     return (
         format_key(entry),
-        f"{entry.plan['pipeline']} {entry.plan['BT']}/{entry.plan['BC']}",
+        f"{entry.plan['pipeline']} {entry.plan['BT']}/{entry.plan['BC']}" + (" kept" if entry.plan.get("kept") else ""),
         format_us(entry.time_us.median),
         format_ratio(entry.vs_default.ratio),
         format_error(entry.check.max_rel_err),

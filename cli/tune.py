@@ -24,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="workload or tag, may be repeated (default: the tag cpu on the CPU, else tune)",
     )
     parser.add_argument("--stage", metavar="NAME", help="only this stage, at the default chunk sizes; stores no plan")
+    parser.add_argument(
+        "--objective",
+        metavar="WHAT",
+        default="balanced",
+        help="a backward may begin with results that the forward keeps in memory: if that is faster (time), if it saves"
+        " as large a share of time as it adds of memory (balanced, the default), or never (memory)",
+    )
     parser.add_argument("--budget", type=_positive, metavar="N", help="most trials a stage and chunk size")
     parser.add_argument(
         "--timeout",
@@ -93,6 +100,7 @@ def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: 
             device,
             stage=args.stage,
             budget=args.budget or tuner.DEFAULT_BUDGET,
+            objective=args.objective,
             timeout_s=args.timeout or (CPU_TIMEOUT_S if device.kind == "cpu" else None),
             seed=args.seed,
             jobs=args.jobs,

@@ -1,7 +1,7 @@
 """``chunk_kda`` as a differentiable function: the backward is a pass with a plan of its own.
 
 The forward keeps its inputs and nothing else, and the backward computes the intermediates again; with
-``disable_recompute`` the forward keeps those too.
+``disable_recompute``, or where the backward's plan says so, the forward keeps those too.
 """
 
 from __future__ import annotations

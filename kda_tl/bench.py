@@ -7,7 +7,7 @@ them, from running the stages' references in float64 on a trimmed twin. Nothing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from kda_tl.measure import check
 from kda_tl.program import Program
 from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec
-from kda_tl.templates.pipelines import Pipeline
+from kda_tl.templates.pipelines import PIPELINES, Pipeline
 from kda_tl.workloads import LOWER_BOUND, Workload, draw_gradients
 
 STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
@@ -111,6 +111,44 @@ def plan_tolerance(workload: Workload, device: Device) -> float:
     return _TOLERANCE[workload.direction][workload.dtype]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A plan ready to run on a workload.
+
+    Attributes:
+        run: one launch; returns the results by name.
+        call_bytes: of the tensors a call holds anyway.
+        kept_bytes: of those that the forward keeps for it, 0 unless the plan is one that has them kept.
+    """
+
+    run: Callable[[], Mapping[str, torch.Tensor | None]]
+    call_bytes: int
+    kept_bytes: int
+
+
+def make_pass(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> Pass:
+    """Compiles a plan, and makes the tensors it takes, what is kept among them.
+
+    Raises:
+        CompileError: a stage does not compile.
+    """
+    where, problem = torch_device(device), workload.problem()
+    program = Program.build(plan, problem, device)
+    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.segments, seed=seed)
+    call_bytes, kept = _count_bytes(tensors.values()), {}
+    if plan.kept:  # by the stages that a forward shares with it
+        names = PIPELINES[plan.pipeline].factors
+        made = program.run(tensors, sizes, where, kept=names)
+        kept = {name: made[name] for name in names}
+        program = Program.build(plan, problem, device, resumed=True)
+    run = functools.partial(program.run, tensors | kept, sizes, where)
+    return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(kept.values()))
+
+
+def _count_bytes(values: Iterable[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))
+
+
 def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> float:
     """Largest relative error of a plan's results against the recurrence in float64, on a trimmed twin.
 
@@ -121,9 +159,7 @@ def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0)
         CompileError: a stage does not compile.
     """
     twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
-    program = Program.build(plan, twin.problem(), device)
-    tensors, sizes = operator_tensors(twin, plan.BT, where, segments=program.segments, seed=seed)
-    outputs = program.run(tensors, sizes, where)
+    outputs = make_pass(plan, twin, device, seed=seed).run()
     return check(outputs, _recurrence(twin, where, seed), plan_tolerance(workload, device))
 
 

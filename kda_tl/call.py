@@ -177,7 +177,7 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
 
     Args:
         ready: of the forward call.
-        keep: resume from the forward's factors, if a plan can that cuts the same chunks.
+        keep: resume from the forward's factors, if a plan can that cuts the same chunks. A plan may say so itself.
 
     Raises:
         InputError: ``keep``, and the pinned plan cuts other chunks.
@@ -185,10 +185,12 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
     problem, forward = replace(ready.problem, direction="bwd", intermediate_states=False), ready.choice.plan
     asked = ready.chunk_size and _choose_chunks(problem, ready.device, ready.chunk_size, context())
     choice = asked or choose(problem, ready.device)  # a hint: the backward may have room for shorter chunks only
-    if not keep or forward is None or choice.plan is None:
+    if forward is None or choice.plan is None or not (keep or choice.plan.kept):
         return Backward(choice)
     resumable: Choice | None = choice
     if choice.plan.BT != forward.BT:
+        if not keep:  # the plan would have them, the caller does not insist
+            return Backward(choice)
         if choice.step == "pinned":
             raise InputError(
                 f"disable_recompute=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"

@@ -71,7 +71,7 @@ class Choice:
     def __str__(self) -> str:
         lines = [f"{self.step}: {self.reason}"]
         if self.plan is not None:
-            lines.append(f"pipeline {self.plan.pipeline}, BT={self.plan.BT}, BC={self.plan.BC}")
+            lines.append(f"pipeline {self.plan.label}")
             for name, config in self.plan.stages:
                 lines.append(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in config.as_dict().items()))
         if self.stale:
@@ -106,6 +106,9 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
     if pipeline is None or pipeline.direction != problem.direction:
         raise InputError(f"there is no {problem.direction} pipeline {stored['pipeline']!r}.")
     case = Case(problem=problem, device=device, BT=stored["BT"], BC=stored["BC"])
+    kept = stored.get("kept", False)
+    if kept and pipeline.resumed is None:
+        raise InputError(f"{pipeline.name} has nothing to keep: it cannot begin with what a forward made.")
     if set(stored["stages"]) != {stage.name for stage in pipeline.stages}:
         raise InputError(f"the stages of {pipeline.name} are {[s.name for s in pipeline.stages]}.")
     stages: list[tuple[str, Config]] = []
@@ -115,7 +118,7 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
         if reason:
             raise InputError(f"{stage.name}: {reason}.")
         stages.append((stage.name, config))
-    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=tuple(stages))
+    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=tuple(stages), kept=kept)
 
 
 def pipeline_defaults(pipeline: str, case: Case) -> Plan:

@@ -200,6 +200,7 @@ class _PlanShape(NamedTuple):
     BT: int
     BC: int
     stages: Mapping[str, Mapping[str, Any]]
+    kept: bool = False
 
 
 def _is_number(value: Any) -> bool:
@@ -232,7 +233,7 @@ def _hints(record: Any) -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """Checks a JSON value against a field's type; a record's fields must be exactly those it declares."""
+    """Checks a JSON value against a field's type; a record has the fields it declares, those with a default perhaps."""
     if kind in _KINDS:
         description, accepts = _KINDS[kind]
         if not accepts(value):
@@ -241,7 +242,8 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     hints = _hints(kind)
     if not isinstance(value, Mapping):
         raise DatabaseError(f"{where} must be an object, got {reprlib.repr(value)}")
-    if value.keys() != hints.keys():
-        missing, unknown = sorted(hints.keys() - value.keys()), sorted(value.keys() - hints.keys())
+    missing = sorted(hints.keys() - value.keys() - getattr(kind, "_field_defaults", {}).keys())
+    if missing or value.keys() - hints.keys():
+        unknown = sorted(value.keys() - hints.keys())
         raise DatabaseError(f"{where} lacks the fields {missing} and has the unknown fields {unknown}")
-    return kind(**{name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+    return kind(**{name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items() if name in value})

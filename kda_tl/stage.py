@@ -218,12 +218,19 @@ class Plan:
         BT: tokens a chunk.
         BC: tokens a sub-chunk.
         stages: (stage name, config) pairs in launch order.
+        kept: of a backward: its first results are the forward's, kept in memory, wherever that made the same ones.
     """
 
     pipeline: str
     BT: int
     BC: int
     stages: tuple[tuple[str, Config], ...]
+    kept: bool = False
+
+    @property
+    def label(self) -> str:
+        """Pipeline and chunk sizes, for people."""
+        return f"{self.pipeline}, BT={self.BT}, BC={self.BC}" + (", kept" if self.kept else "")
 
     def config(self, stage: str) -> Config:
         """The config of one stage."""
@@ -236,4 +243,4 @@ class Plan:
             "BT": self.BT,
             "BC": self.BC,
             "stages": {name: config.as_dict() for name, config in self.stages},
-        }
+        } | ({"kept": True} if self.kept else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import statistics
 import time
@@ -17,7 +16,7 @@ from kda_tl.bench import (
     check_kernel,
     check_plan,
     judge,
-    operator_tensors,
+    make_pass,
     plan_tolerance,
     record,
     stage_launch,
@@ -28,7 +27,6 @@ from kda_tl.errors import WrongResultError
 from kda_tl.journal import Outcome
 from kda_tl.kernel import compile_stage
 from kda_tl.measure import cuda_graph, time_interleaved, time_launch
-from kda_tl.program import Program
 from kda_tl.stage import Case, Config, Plan, Stage
 from kda_tl.workloads import Workload
 
@@ -182,8 +180,8 @@ class PlanTrial:
             verdict["max_rel_err"] = check_plan(self.plan, self.workload, self.device, seed=self.seed)
         except WrongResultError as error:
             return Outcome(status="wrong", reason=str(error), check=verdict)
-        launch, how = _plan_launch(self.plan, self.workload, self.device, self.seed)
-        return replace(_time(launch, self.device, verdict, None), extra={"timed": how})
+        launch, about = _plan_launch(self.plan, self.workload, self.device, self.seed)
+        return replace(_time(launch, self.device, verdict, None), extra=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,18 +201,16 @@ class PlanContest:
         return _compete(launches, self.device, self.rounds)
 
 
-def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> tuple[Callable[[], Any], str]:
-    """A launch of the whole plan, on a GPU as a CUDA graph where it can be captured, and which of the two it is."""
-    where = torch_device(device)
-    program = Program.build(plan, workload.problem(), device)
-    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.segments, seed=seed)
-    launch = functools.partial(program.run, tensors, sizes, where)
+def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A launch of the whole plan, on a GPU as a CUDA graph where it can be captured; which of the two, and memory."""
+    made = make_pass(plan, workload, device, seed=seed)
+    about = {"call_bytes": made.call_bytes, "kept_bytes": made.kept_bytes} if plan.kept else {}
     if device.kind == "cuda":
         try:
-            return cuda_graph(launch), "graph"
+            return cuda_graph(made.run), {"timed": "graph", **about}
         except RuntimeError:  # an operation that cannot be captured: host time is then part of what is measured
             torch.cuda.synchronize()
-    return launch, "launch"
+    return made.run, {"timed": "launch", **about}
 
 
 def _time(launch: Callable[[], Any], device: Device, verdict: Mapping[str, Any], incumbent_us: float | None) -> Outcome:

@@ -22,7 +22,7 @@ from kda_tl.device import Device
 from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT, DEFAULT_PIPELINES, default_plan, resolve
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.kernel import require_compiler
-from kda_tl.plan_search import Screened, compete, default_plans, plan_of, prefetch_screen, screen
+from kda_tl.plan_search import OBJECTIVES, Screened, compete, default_plans, plan_of, prefetch_screen, screen
 from kda_tl.progress import Geometry, OnEvent, StageResult, TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
 from kda_tl.stage import Config, Plan, Stage
 from kda_tl.stage_search import count_cores, prefetch, split_space, tune_stage
@@ -39,6 +39,7 @@ def tune(
     *,
     stage: str | None = None,
     budget: int = DEFAULT_BUDGET,
+    objective: str = "balanced",
     timeout_s: float | None = None,
     seed: int = 0,
     jobs: int | None = None,
@@ -53,6 +54,9 @@ def tune(
         device: the device here; timings are kept under its slug.
         stage: tune only this stage, for the default chunk sizes; trials are journaled, no plan is stored.
         budget: most trials a stage and chunk size.
+        objective: of a backward, whether its first results may be the forward's, kept in memory: "time" if that is
+            faster, "balanced" if it saves at least as large a share of the pass's time as it adds to the memory of the
+            call's tensors, "memory" never.
         timeout_s: wall time a workload may take, None for no limit; what was found until then is used. The default plan
             of every pipeline is timed all the same.
         seed: of the inputs and the sampler.
@@ -71,7 +75,7 @@ def tune(
         KeyboardInterrupt: as pressed; every finished trial is in the journal, and the same call goes on from there.
     """
     begin = time.monotonic()
-    _check_request(workloads, stage, budget)
+    _check_request(workloads, stage, budget, objective)
     require_compiler(device)
     folder = Path(db_dir) if db_dir is not None else db.writable_directory()
     trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
@@ -80,7 +84,9 @@ def tune(
     emit = on_event or (lambda event: None)
     reports = []
     with Crew(jobs or max(1, count_cores() - overlap), overlap=overlap) as crew:
-        shared = Run(crew=crew, device=device, journal=journals[0], budget=budget, seed=seed, emit=emit)
+        shared = Run(
+            crew=crew, device=device, journal=journals[0], budget=budget, seed=seed, emit=emit, objective=objective
+        )
         runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
         for index, workload in enumerate(workloads):
             emit(WorkloadStarted(workload=workload, index=index, total=len(workloads)))
@@ -97,13 +103,15 @@ def _name_journal(workload: Workload) -> str:
     return f"{problem.operator}_{problem.direction}.trials.jsonl"
 
 
-def _check_request(workloads: Sequence[Workload], stage: str | None, budget: int) -> None:
+def _check_request(workloads: Sequence[Workload], stage: str | None, budget: int, objective: str) -> None:
     from kda_tl import templates
 
     if not workloads:
         raise InputError("there is nothing to tune: pass at least one workload.")
     if budget < 1:
         raise InputError(f"budget must be at least 1, got {budget}.")
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}.")
     if stage is not None:
         templates.load(stage)
 

@@ -313,6 +313,16 @@ def test_kept_intermediates_give_the_same_bits(
     assert torch.equal(o, same_o) and (ht is same_ht is None or torch.equal(ht, same_ht))
 
 
+def test_a_plan_may_have_intermediates_kept(seed: int, launched: list[str]) -> None:
+    call = draw_call(SMALL, (70,), seed, varlen=False)
+    problem = replace(call.problem, direction="bwd")
+    for BT, repeated in ((64, 0), (16, 4)):  # those of the forward's chunks of 64, or none
+        launched.clear()
+        with kda_tl.pin(replace(default_plan(problem, CPU, BT=BT), kept=True)):
+            assert_right(call)
+        assert launched[:5] == FORWARD and launched[5 + repeated] == "bwd_output"
+
+
 def test_backward_takes_the_chunks_of_the_forward(seed: int, launched: list[str]) -> None:
     call = draw_call(SMALL, (70,), seed, varlen=False)
     with kda_tl.pin(default_plan(call.problem, CPU, BT=16)):

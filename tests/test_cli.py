@@ -186,6 +186,7 @@ def test_version(run: Run) -> None:
         ("nonsense", "invalid choice"),
         ("tune --budget 0", "at least 1"),
         ("tune --gpu h900", "unknown GPU 'h900'"),
+        ("tune --gpu cpu --objective speed", "balanced, time, memory"),
         ("tune --gpu cpu --workload nope", "unknown workload nope"),
         ("tune --gpu cpu --stage fwd_nope", "there is no stage 'fwd_nope'"),
         ("tune --gpu h100 --static --stage fwd_nope", "there is no stage 'fwd_nope'"),

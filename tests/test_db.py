@@ -460,6 +460,7 @@ def test_mutated_entries_are_misses_never_exceptions(tmp_path: Path, rng: random
     leaves += [
         (outer, name) for outer in ("key", "time_us", "vs_default", "check") for name in intact["entries"][1][outer]
     ]
+    intact["entries"][1]["plan"]["kept"] = False
     leaves += [("plan", "BT"), ("plan", "pipeline"), ("numerics",), ("provenance",), ("templates", "fwd_state")]
     wrong: list[Any] = [None, -1, "", [], [1], True, 0.5, 10**400]
     for leaf, value in itertools.product(leaves, [*wrong, "missing", "unknown"]):

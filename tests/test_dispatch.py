@@ -204,6 +204,7 @@ def edit_plan(entry: Entry, **changes: Any) -> Entry:
         ({"pipeline": "fused"}, "there is no fwd pipeline 'fused'"),
         ({"BT": 48}, "BT=48, BC=16"),
         ({"BC": 64}, "BT=64, BC=64"),
+        ({"kept": True}, "staged has nothing to keep"),
         ({"stages": {}}, "the stages of staged are"),
         ({"stages": {"fwd_state": {"BV": 32}}}, "the stages of staged are"),
     ),

@@ -21,14 +21,15 @@ import torch
 
 import kda_tl
 from kda_tl import db, plan_search, stage_search, templates, tuner
-from kda_tl.bench import Bench, check_plan, operator_tensors
-from kda_tl.contest import Run, decide, load_known
+from kda_tl.bench import Bench, check_plan, make_pass, operator_tensors
+from kda_tl.contest import Run, Verdict, decide, load_known
 from kda_tl.crew import Crew, OutOfTime
 from kda_tl.device import cpu_device, cuda_device
 from kda_tl.dispatch import choose, default_plan, pin
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.gpus import known_device
 from kda_tl.journal import Journal, Trial
+from kda_tl.kernel import Kernel
 from kda_tl.program import Program
 from kda_tl.progress import (
     Geometry,
@@ -351,6 +352,69 @@ def test_every_gradient_of_a_plan_is_checked(monkeypatch: pytest.MonkeyPatch) ->
             check_plan(plan, BACKWARD, CPU)
 
 
+def test_a_plan_with_kept_results_begins_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(default_plan(BACKWARD.problem(), CPU, BT=16), kept=True)
+    assert check_plan(plan, BACKWARD, CPU) < 2e-5
+    made, names = make_pass(plan, BACKWARD, CPU), []
+    launch = Kernel.__call__
+    monkeypatch.setattr(Kernel, "__call__", lambda self, *args: names.append(self.stage.name) or launch(self, *args))
+    made.run()
+    resumed = PIPELINES["staged_backward"].resumed
+    assert resumed is not None and names == [stage.name for stage in resumed.stages]
+    again = make_pass(replace(plan, kept=False), BACKWARD, CPU)
+    assert made.kept_bytes > 0 == again.kept_bytes and made.call_bytes == again.call_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "kept_us", "kept_bytes", "worth"),
+    [
+        ("time", 99.0, 10**9, True),  # the contest decides
+        ("time", None, 1, False),
+        ("balanced", 80.0, 19, True),
+        ("balanced", 80.0, 21, False),
+        ("balanced", 101.0, 1, False),
+        ("balanced", None, 1, False),
+    ],
+)
+def test_results_are_kept_for_what_that_saves(
+    objective: str, kept_us: float | None, kept_bytes: int, worth: bool
+) -> None:
+    plan = default_plan(BACKWARD.problem(), CPU, BT=16)
+    twin = plan_search.find_kept_twin(plan, objective)
+    assert twin == replace(plan, kept=True)
+    about = {"kept_bytes": kept_bytes, "call_bytes": 100}
+    result = PlanResult(plan=twin, status="ok" if kept_us else "crash", median_us=kept_us, extra=about)
+    assert plan_search.is_worth_keeping(objective, 100.0, result) == worth
+
+
+def test_nothing_is_kept_for_memory_or_by_a_forward() -> None:
+    backward, forward = (default_plan(w.problem(), CPU, BT=16) for w in (BACKWARD, WORKLOAD))
+    assert plan_search.find_kept_twin(backward, "memory") is plan_search.find_kept_twin(forward, "time") is None
+
+
+@pytest.mark.parametrize("objective", plan_search.OBJECTIVES)
+def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept results save half of the time, and double the memory."""
+    default, held = default_plan(BACKWARD.problem(), CPU, BT=16), []
+
+    def measure(run: Run, workload: Workload, plan: Plan) -> tuple[PlanResult, bool]:
+        about = {"kept_bytes": 100, "call_bytes": 100} if plan.kept else {}
+        check = {"max_rel_err": 1e-6, "tolerance": 1e-5}
+        us = 50.0 if plan.kept else 100.0
+        return PlanResult(plan=plan, status="ok", median_us=us, check=check, extra={"timed": "launch", **about}), False
+
+    def hold(run: Run, study: str, entrants: dict[Plan, Any], request: Any, default: Plan) -> Verdict[Plan]:
+        held.extend(entrants)
+        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in entrants}, 5, default)
+
+    monkeypatch.setattr(plan_search, "run_plan", measure)
+    monkeypatch.setattr(plan_search, "hold_contest", hold)
+    final = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
+    assert {plan.kept for plan in held} == ({True, False} if objective == "time" else {False})
+    assert final.entry is not None and final.entry.plan.get("kept", False) == (objective == "time")
+    assert final.entry.provenance.get("kept_bytes") == (100 if objective == "time" else None)
+
+
 def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
     monkeypatch.setattr(plan_search, "BC_CHOICES", (16,))
@@ -386,7 +450,12 @@ def test_stages_that_a_problem_does_not_run_are_not_tuned(run: Run, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"stage": "fwd_nothing"}, "fwd_state"), ({"workloads": []}, "at least one"), ({"budget": 0}, "at least 1")],
+    [
+        ({"stage": "fwd_nothing"}, "fwd_state"),
+        ({"workloads": []}, "at least one"),
+        ({"budget": 0}, "at least 1"),
+        ({"objective": "speed"}, "time, memory"),
+    ],
 )
 def test_impossible_requests_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     request = {"workloads": [WORKLOAD], "device": CPU, "db_dir": tmp_path} | change
