@@ -148,7 +148,7 @@ def check_files(database: Database, *, allow_stale: bool) -> Iterator[Finding]:
 def _default_subjects(device: Device, *, static: bool) -> Iterator[Subject]:
     """The default of every problem that is tuned on a device.
 
-    Compiled only, one backward stands for all: its seven kernels take 34 s on two cores.
+    Compiled only, one backward stands for all: its kernels take half a minute on two cores.
     """
     from kda_tl.dispatch import default_plan
     from kda_tl.workloads import select

@@ -221,15 +221,15 @@ def build(case: Case, config: BwdScanConfig) -> Any:
                         dh0[i_n, i_h, j, v0 + i] = state[i, j]
 
     @T.macro
-    def load_chunk(x, factors, tiles, barriers, c, i_t, row, end, i_h, v0, both):
-        """What both directions need of a chunk, and with ``both`` what only the way back does."""
+    def load_chunk(x, factors, tiles, barriers, c, i_t, row, end, i_h, v0, backwards):
+        """What a direction needs of a chunk, what is multiplied first before the rest."""
         A, Aqk, k_neg, qg, kg, decay = factors
         x_shared, A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared = tiles
         ready, free = barriers
         slot = c % stages
         T.barrier_wait(free[slot], (c // stages + 1) % 2)
         load_values(x, x_shared, ready, slot, row, end, i_h, v0)
-        if both:
+        if backwards:
             load_lower(Aqk, i_t, i_h, Aqk_shared, slot, ready)
             T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
             load_lower(A, i_t, i_h, A_shared, slot, ready)
@@ -315,7 +315,7 @@ def build(case: Case, config: BwdScanConfig) -> Any:
 
 
 def default(case: Case) -> BwdScanConfig:
-    """Two warpgroups where both directions of all heads' 64-channel blocks are more than the multiprocessors hold."""
+    """Two warpgroups where one direction's blocks of 64 channels are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // ROWS) > case.device.num_sms
     return prefer(case, BwdScanConfig(BV=2 * ROWS if wide else ROWS))
