@@ -172,6 +172,11 @@ def make_table(*columns: str, right: Sequence[str] = (), title: str | None = Non
     return table
 
 
+def format_chunks(plan: Mapping[str, Any]) -> str:
+    """Chunk sizes of a stored plan, and whether it has results kept."""
+    return f"{plan['BT']}/{plan['BC']}" + (" kept" if plan.get("kept") else "")
+
+
 def format_us(us: float | None) -> str:
     """Microseconds with a unit that leaves three or four digits."""
     if us is None or not math.isfinite(us):

@@ -11,7 +11,7 @@ import torch
 
 from kda_tl.bench import PLAN_CHECK_TOKENS, torch_device
 from kda_tl.cli._call import make_launch, measure_errors
-from kda_tl.cli._console import ExitCode, Terminal, format_error, format_ratio, format_us, make_table
+from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error, format_ratio, format_us, make_table
 from kda_tl.db import reload, use
 from kda_tl.device import Device
 from kda_tl.dispatch import choose
@@ -97,12 +97,7 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
             if (s := served.get(found.workload.name)) is not None and found.entry is not None:
                 plan = found.entry.plan
                 times = (format_us(s.tuned_us), format_us(s.default_us), format_ratio(s.ratio), format_error(s.error))
-                table.add_row(
-                    found.workload.name,
-                    plan["pipeline"],
-                    f"{plan['BT']}/{plan['BC']}" + (" kept" if plan.get("kept") else ""),
-                    *times,
-                )
+                table.add_row(found.workload.name, plan["pipeline"], format_chunks(plan), *times)
         yield table
         yield "error: of chunk_kda, relative to the float64 recurrence."
         if any(found.workload.direction == "bwd" for found in report.workloads):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kda_tl.cli._console import ExitCode, Terminal, format_error, format_ratio, format_us, make_table
+from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error, format_ratio, format_us, make_table
 from kda_tl.db import Database, Entry, sources, stale_stages
 from kda_tl.lookup import TuningFile
 from kda_tl.problem import DTYPES, GATES
@@ -104,7 +104,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[Any]:
 def _cells(entry: Entry) -> tuple[str, ...]:
     return (
         format_key(entry),
-        f"{entry.plan['pipeline']} {entry.plan['BT']}/{entry.plan['BC']}" + (" kept" if entry.plan.get("kept") else ""),
+        f"{entry.plan['pipeline']} {format_chunks(entry.plan)}",
         format_us(entry.time_us.median),
         format_ratio(entry.vs_default.ratio),
         format_error(entry.check.max_rel_err),

@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         metavar="WHAT",
-        default="balanced",
         help="a backward may begin with results that the forward keeps in memory: if that is faster (time), if it saves"
         " as large a share of time as it adds of memory (balanced, the default), or never (memory)",
     )
@@ -100,7 +99,7 @@ def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: 
             device,
             stage=args.stage,
             budget=args.budget or tuner.DEFAULT_BUDGET,
-            objective=args.objective,
+            objective=args.objective or tuner.DEFAULT_OBJECTIVE,
             timeout_s=args.timeout or (CPU_TIMEOUT_S if device.kind == "cpu" else None),
             seed=args.seed,
             jobs=args.jobs,

@@ -39,7 +39,7 @@ class Run:
         device: what is tuned for.
         journal: file of the trials.
         budget: most trials a stage.
-        objective: what is minimised, see :data:`kda_tl.plan_search.OBJECTIVES`.
+        objective: what results of a forward may be kept for, one of :data:`kda_tl.plan_search.OBJECTIVES`.
         seed: of inputs and sampler.
         emit: called with every event.
         known: contests and plans in the journal, by study and config; see :func:`load_known`.
@@ -50,11 +50,11 @@ class Run:
     device: Device
     journal: Path
     budget: int
+    objective: str
     seed: int
     emit: OnEvent
     known: dict[tuple[str, str], Trial] = field(default_factory=dict)
     winners: dict[tuple[str, Geometry], Config] = field(default_factory=dict)
-    objective: str = "balanced"
 
     def recall(self, study: str, config: Mapping[str, Any]) -> Trial | None:
         """What the journal holds of a contest or plan."""

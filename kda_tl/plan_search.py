@@ -229,8 +229,10 @@ def is_worth_keeping(objective: str, again_us: float, kept: PlanResult) -> bool:
         again_us: time of the same plan when it computes them again.
         kept: the plan's result.
     """
-    if kept.median_us is None or objective == "time":
-        return kept.median_us is not None
+    if kept.median_us is None:
+        return False
+    if objective == "time":
+        return True
     return 1 - kept.median_us / again_us >= kept.extra["kept_bytes"] / kept.extra["call_bytes"]
 
 

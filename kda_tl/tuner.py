@@ -29,6 +29,7 @@ from kda_tl.stage_search import count_cores, prefetch, split_space, tune_stage
 from kda_tl.workloads import Workload
 
 DEFAULT_BUDGET = 64
+DEFAULT_OBJECTIVE = "balanced"
 _CLOSE = 1.15  # a geometry whose default plan is this near to the best one's is tuned too, if it is the second
 _FINAL_SHARE = 0.1  # of the time limit, kept for the contest of plans
 
@@ -39,7 +40,7 @@ def tune(
     *,
     stage: str | None = None,
     budget: int = DEFAULT_BUDGET,
-    objective: str = "balanced",
+    objective: str = DEFAULT_OBJECTIVE,
     timeout_s: float | None = None,
     seed: int = 0,
     jobs: int | None = None,

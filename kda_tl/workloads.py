@@ -199,6 +199,13 @@ _TRAINED: dict[str, dict[str, Any]] = {
     "packed-8x1024-H32": {"lengths": _EVEN, "H": 32},
 }
 
+# Slow decays are another measurement of the safe gate's plans
+_TRAINED_GATES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("", {}, ("train", "training")),
+    ("slow-", {"decay": "slow"}, ("training",)),
+    ("softplus-", {"gate": "softplus", "decay": "slow"}, ("train", "training")),
+)
+
 WORKLOADS: tuple[Workload, ...] = (
     Workload(name="safe-T512-H32", T=512, H=32, tags=("small",)),
     Workload(name="safe-T1024-H8", T=1024, H=8, tags=("tune",)),
@@ -238,21 +245,10 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
-    *(Workload(name=f"train-{name}", direction="bwd", tags=("train", "training"), **x) for name, x in _TRAINED.items()),
     *(
-        Workload(name=f"train-slow-{name}", decay="slow", direction="bwd", tags=("training",), **x)
-        for name, x in _TRAINED.items()
-    ),
-    *(
-        Workload(
-            name=f"train-softplus-{name}",
-            gate="softplus",
-            decay="slow",
-            direction="bwd",
-            tags=("train", "training"),
-            **x,
-        )
-        for name, x in _TRAINED.items()
+        Workload(name=f"train-{prefix}{name}", direction="bwd", tags=tags, **gate, **shape)
+        for prefix, gate, tags in _TRAINED_GATES
+        for name, shape in _TRAINED.items()
     ),
     Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
     Workload(name="train-cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", direction="bwd", tags=("train-cpu",)),

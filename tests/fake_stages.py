@@ -100,7 +100,16 @@ BENCH = Bench(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, 
 def make_run(crew: Crew, journal: Path, emit: OnEvent = lambda event: None, budget: int = 20) -> Run:
     """A tuning run on the CPU target."""
     known = load_known(journal)
-    return Run(crew=crew, device=cpu_device(), journal=journal, budget=budget, seed=0, emit=emit, known=known)
+    return Run(
+        crew=crew,
+        device=cpu_device(),
+        journal=journal,
+        budget=budget,
+        objective="balanced",
+        seed=0,
+        emit=emit,
+        known=known,
+    )
 
 
 def tune_fake(journal: str) -> None:
