@@ -1,24 +1,95 @@
-"""Parts of bwd_gradients: gradients of the gate, the end of those of q and k, and all of them for gates of any size."""
+"""Parts of bwd_gradients: gradients of the gate, the end of those of q and k, and all of them for gates of any size.
+
+Rows of q (and dO) and of k (and dX) are one tile, 8 by 8: the two rows of a thread in the matrix unit's order, 8 apart,
+belong to one token, so what they have in common is taken once. As loaded, and their factors, they lie 16 by 16, as in
+fwd_prep.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import tilelang.language as T
 
 from kda_tl.templates._prep import BC, load_gates
 from kda_tl.templates._prep import _read as read_row
+from kda_tl.templates._prep import _row_of_q as loaded_row
 from kda_tl.templates._slopes import Slopes
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
+HALF = BC // 2
+BT = 64  # tokens a chunk
+PAD = 8  # elements a row in shared memory that the matrix unit does not read: banks of neighbouring rows differ
+
+
+def token_of(r: Any) -> Any:
+    """The token that a row of q and k belongs to."""
+    return r // BC * HALF + r % HALF
+
+
+def is_key(r: Any) -> Any:
+    """1 for rows of k and dX, 0 for those of q and dO."""
+    return r // HALF % 2
+
+
+def row_of(i: Any) -> Any:
+    """The row of q of a token; that of k is HALF below."""
+    return i // HALF * BC + i % HALF
+
+
+# TileLang's words for a loop that becomes cp.async, whose end is waited for later
+ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sub-chunks of a tile as one tile of rows."""
+
+    tile: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and channels."""
+        sub_chunks, rows, channels = self.tile.shape
+        return sub_chunks * rows, channels
+
+    @property
+    def dtype(self) -> Any:
+        """Of the elements."""
+        return self.tile.dtype
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        r, c = at
+        return self.tile[r // self.tile.shape[1], r % self.tile.shape[1], c]
+
 
 @T.macro
-def put_operands(loaded, factor, local, middle, above, rows, keys):
+def ask_rows(x, start, count, i_h, rows, place):
+    """A chunk's rows on their way to shared memory, each to its place; zeros past the chunk's end."""
+    K = x.shape[2]
+    for i, j in T.Parallel(BT, K, annotations=ASYNC):
+        rows[place(i), j] = T.if_then_else(i < count, x[start + i, i_h, j], 0)
+
+
+@T.macro
+def ask_operands(q, k, start, count, i_h, rows):
+    """The same of q and k: a sub-chunk's 16 of one above 16 of the other."""
+    K = q.shape[2]
+    for i, j in T.Parallel(BT, K, annotations=ASYNC):
+        rows[i // BC, i % BC, j] = T.if_then_else(i < count, q[start + i, i_h, j], 0)
+    for i, j in T.Parallel(BT, K, annotations=ASYNC):
+        rows[i // BC, BC + i % BC, j] = T.if_then_else(i < count, k[start + i, i_h, j], 0)
+
+
+@T.macro
+def put_operands(factor, local, middle, above, rows, keys):
     """Rows of q and k, and keys, relative to the anchors of their sub-chunks, and the exponents from there.
 
     Args:
-        loaded: rows of q above those of k, sub-chunk by sub-chunk.
         factor: of their norms, and of the scale.
         local: cumsums inside the sub-chunks.
         middle: anchors, from the start of each.
         above: exponents; written.
-        rows: written.
+        rows: rows of q above those of k, 16 by 16; becomes the operands, 8 by 8.
         keys: written.
     """
     (_, NB, KP), io, f32 = local.shape, rows.dtype, "float32"
@@ -26,9 +97,9 @@ def put_operands(loaded, factor, local, middle, above, rows, keys):
     k_raw = T.alloc_fragment((BC, NB, KP), io)
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
-            q_raw[i, s, j] = loaded[s * 2 * BC + i, j]
+            q_raw[i, s, j] = rows[s, i, j]
         for s, j in T.Parallel(NB, KP):
-            k_raw[i, s, j] = loaded[s * 2 * BC + BC + i, j]
+            k_raw[i, s, j] = rows[s, BC + i, j]
     T.sync_threads()
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
@@ -36,21 +107,20 @@ def put_operands(loaded, factor, local, middle, above, rows, keys):
             row = T.cast(k_raw[i, s, j], f32) * factor[s * 2 * BC + BC + i]
             query = T.cast(q_raw[i, s, j], f32) * factor[s * 2 * BC + i]
             above[s * BC + i, j] = exponent
-            rows[s, i, j] = T.cast(query * T.exp2(exponent), io)
-            rows[s, BC + i, j] = T.cast(row * T.exp2(exponent), io)
-            keys[s * BC + i, j] = T.cast(row * T.exp2(-exponent), io)
+            rows[s, row_of(i), j] = T.cast(query * T.exp2(exponent), io)
+            rows[s, HALF + row_of(i), j] = T.cast(row * T.exp2(exponent), io)
+            keys[s, i, j] = T.cast(row * T.exp2(-exponent), io)
 
 
 @T.macro
 def mask_pairs(pair, db):
     """dAqk and dKK from products of rows of dO and dX with all values; that of dX with its own value goes to db."""
     for r, j in T.Parallel(*pair.shape):
-        if (r // (2 * BC) * BC + r % BC == j) & (r // BC % 2 == 1):
+        if (token_of(r) == j) & (is_key(r) == 1):
             db[j] = pair[r, j]
     for r, j in T.Parallel(*pair.shape):
-        distance = r // (2 * BC) * BC + r % BC - j
-        sign = T.if_then_else(r // BC % 2 == 0, 1.0, -1.0)
-        pair[r, j] = T.if_then_else(distance >= r // BC % 2, sign * pair[r, j], 0.0)
+        sign = T.if_then_else(is_key(r) == 0, 1.0, -1.0)
+        pair[r, j] = T.if_then_else(token_of(r) - j >= is_key(r), sign * pair[r, j], 0.0)
 
 
 @T.macro
@@ -58,7 +128,7 @@ def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffi
     """The gradient of each row's decay, which is that of G summed from the row to the chunk's end.
 
     Args:
-        dG_row: what rows of q and of k give dG, sub-chunk by sub-chunk.
+        dG_row: what rows of q and of k give dG.
         keys: relative to their anchors.
         of_key: what their product takes from dG.
         of_keys: what kg gives the last row, in parts that belong to sub-chunks.
@@ -76,9 +146,8 @@ def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffi
     for n in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
             i = BC - 1 - n
-            of_rows = dG_row[s * 2 * BC + i, j] + dG_row[s * 2 * BC + BC + i, j]
-            own = T.cast(keys[s * BC + i, j], f32) * of_key[s * BC + i, j]
-            run[s, j] = run[s, j] + (of_rows - own)
+            own = T.cast(keys[s, i, j], f32) * of_key[s * BC + i, j]
+            run[s, j] = run[s, j] + (dG_row[s * BC + i, j] - own)
         for s, j in T.Parallel(NB, KP):
             suffix[BC - 1 - n, s, j] = run[s, j]
     for s, j in T.Parallel(NB, KP):
@@ -156,7 +225,7 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
 
     Args:
         p: the problem.
-        rows: of q, scaled, and of k, relative to their anchors, sub-chunk by sub-chunk.
+        rows: of q, scaled, and of k, relative to their anchors.
         above: the exponents that they are taken with.
         of_key: what keys add to the gradient of k, relative to their anchors.
         row_sum: what rows add, relative to the same anchors, in registers.
@@ -170,32 +239,31 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
         dk: gradient of k; written.
     """
     R, KP = row_sum.shape
-    K = dq.shape[2]
-    done = T.alloc_shared((R, KP), dq.dtype)
+    done = T.alloc_shared((R, KP + PAD), dq.dtype)
     for r, c in T.Parallel(R, KP):
-        i = r // (2 * BC) * BC + r % BC
-        own = T.exp2(above[i, c]) * row_sum[r, c]
-        of_own_key = T.exp2(-above[i, c]) * of_key[i, c]
-        row_sum[r, c] = T.if_then_else(r // BC % 2 == 0, scale * own, own + of_own_key)
-    if p.l2norm:
-        for r, c in T.Parallel(R, KP):
-            without_scale = T.if_then_else(r // BC % 2 == 0, 1.0 / scale, 1.0)
-            unit = T.cast(rows[r // (2 * BC), r % (2 * BC), c], "float32") * without_scale
-            unit_here = unit * T.exp2(-above[r // (2 * BC) * BC + r % BC, c])
-            row_sum[r, c] = factor[r] * without_scale * (row_sum[r, c] - unit_here * dot[r])
-    T.copy(row_sum, done)
+        up = T.exp2(above[token_of(r), c])
+        down = T.exp2(-above[token_of(r), c])
+        own = up * row_sum[r, c]
+        without_scale = T.if_then_else(is_key(r) == 0, 1.0 / scale, 1.0)
+        found = T.if_then_else(is_key(r) == 0, scale * own, own + down * of_key[token_of(r), c])
+        if p.l2norm:
+            unit = T.cast(rows[r // (2 * BC), r % (2 * BC), c], "float32") * (without_scale * down)
+            row_sum[r, c] = factor[loaded_row(token_of(r)) + BC * is_key(r)] * without_scale * (found - unit * dot[r])
+        else:
+            row_sum[r, c] = found
+    for r, c in T.Parallel(R, KP):
+        done[r, c] = T.cast(row_sum[r, c], dq.dtype)
     T.sync_threads()
     for r, c in T.Parallel(R, KP):
-        i = r // (2 * BC) * BC + r % BC
-        if (i < count) & ((c < K) if K < KP else (r >= 0)):
-            if r // BC % 2 == 0:
-                dq[start + i, i_h, c] = done[r, c]
+        if token_of(r) < count:
+            if is_key(r) == 0:
+                dq[start + token_of(r), i_h, c] = done[r, c]
             else:
-                dk[start + i, i_h, c] = done[r, c]
+                dk[start + token_of(r), i_h, c] = done[r, c]
 
 
 @T.macro
-def take_gradients_exactly(gate, tensors, at, factors, sums):
+def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
     """A chunk's gradients for decays of any size: no exponent above 0, no anchor. A thread walks rows of a channel.
 
     Every pair of rows has its own exponential: slow, for the rare chunk that decays below 2^-110 within eight tokens.
@@ -204,98 +272,96 @@ def take_gradients_exactly(gate, tensors, at, factors, sums):
         gate: the problem's.
         tensors: q, k, g, dt_bias, values, states, do, dv, dstates.
         at: chunk, head, first token and number of tokens.
-        factors: of rows of q and k and the pairs of dAqk and dKK, sub-chunk by sub-chunk, in shared memory; unit and
-            slope of the gate; scale.
-        sums: cumsums in shared memory, the last in registers, gradients of keys, keys and dG of rows in shared
-            memory, what kg adds to its last row in registers, and the gradients of q and k; written. Of dG, the keys'
-            part is then 0 and the rows' part all.
+        factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
+        sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
+            memory, what kg adds to the last row of dG in registers, and the gradients of q and k; written. Of dG, the
+            keys' part is then 0 and the rows' part all.
+        threads: of the block.
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
     i_t, i_h, start, count = at
     factor, pairs, unit, slope, scale = factors
-    G, last, dG, keys, found, of_keys, dq, dk = sums
-    (BT, KP), K, V = keys.shape, gate.p.K, gate.p.V
-    lanes = 256 // KP
+    G, last, dG, keys, of_q, of_k, of_keys, dq, dk = sums
+    K, V = gate.p.K, gate.p.V
+    lanes = min(of_keys.shape[0], threads // K)
     thread = T.get_thread_binding()
-    c = thread % KP
-    grown = T.alloc_shared((4, KP), "float32")
+    c = thread % K
+    grown = T.alloc_shared((lanes, K), "float32")
     run = T.alloc_var("float32")
     of_query = T.alloc_var("float32")
     of_row = T.alloc_var("float32")
     of_key = T.alloc_var("float32")
     T.sync_threads()
-    if thread < KP:
+    if thread < K:
         run = 0.0
         for i in T.serial(BT):
             step = gate.log2_decay(read_row(g, start, count, i, i_h, c, K), unit, slope, gate.bias(dt_bias, i_h, c))
             clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
-            run = run + T.if_then_else((i < count) & (c < K), clamped, 0.0)
+            run = run + T.if_then_else(i < count, clamped, 0.0)
             G[i, c] = run
     T.sync_threads()
     run = 0.0
-    for n in T.serial(BT // lanes):
-        i = n * lanes + thread // KP
-        r = i // BC * 2 * BC + i % BC
-        of_query = 0.0
-        of_row = 0.0
-        of_key = 0.0
-        for v in T.serial(V):
-            state = T.cast(states[i_t, i_h, v, c], "float32")
-            of_query = of_query + read_row(d_o, start, count, i, i_h, v, V) * state
-            of_row = of_row - read_row(dv, start, count, i, i_h, v, V) * state
-            of_key = of_key + T.cast(values[i_t, i_h, v, i], "float32") * T.cast(dstates[i_t, i_h, v, c], "float32")
-        query = read_row(q, start, count, i, i_h, c, K) * factor[r]
-        row = read_row(k, start, count, i, i_h, c, K) * factor[r + BC]
-        of_query = of_query * T.exp2(G[i, c])
-        of_row = of_row * T.exp2(G[i, c])
-        of_key = of_key * T.exp2(G[BT - 1, c] - G[i, c])
-        run = run + row * of_key
-        for j in T.serial(BT):
-            m = j // BC * 2 * BC + j % BC
-            other = read_row(k, start, count, j, i_h, c, K) * factor[m + BC]
-            if j <= i:
-                weight = T.exp2(G[i, c] - G[j, c]) * other
-                of_query = of_query + T.cast(pairs[r, j], "float32") * weight
-                of_row = of_row + T.cast(pairs[r + BC, j], "float32") * weight
-            if j >= i:
-                asking = read_row(q, start, count, j, i_h, c, K) * factor[m]
-                back = T.cast(pairs[m, i], "float32") * asking + T.cast(pairs[m + BC, i], "float32") * other
-                of_key = of_key + T.exp2(G[j, c] - G[i, c]) * back
-        found[r, c] = scale * of_query
-        found[r + BC, c] = of_row + of_key
-        dG[i, c] = query * of_query + row * (of_row - of_key)
-    grown[thread // KP, c] = run
+    if thread < lanes * K:
+        for n in T.serial(BT // lanes):
+            i = n * lanes + thread // K
+            of_query = 0.0
+            of_row = 0.0
+            of_key = 0.0
+            for v in T.serial(V):
+                state = T.cast(states[i_t, i_h, v, c], "float32")
+                of_query = of_query + read_row(d_o, start, count, i, i_h, v, V) * state
+                of_row = of_row - read_row(dv, start, count, i, i_h, v, V) * state
+                of_key = of_key + T.cast(values[i_t, i_h, v, i], "float32") * T.cast(dstates[i_t, i_h, v, c], "float32")
+            query = read_row(q, start, count, i, i_h, c, K) * factor[loaded_row(i)]
+            row = read_row(k, start, count, i, i_h, c, K) * factor[loaded_row(i) + BC]
+            of_query = of_query * T.exp2(G[i, c])
+            of_row = of_row * T.exp2(G[i, c])
+            of_key = of_key * T.exp2(G[BT - 1, c] - G[i, c])
+            run = run + row * of_key
+            for j in T.serial(BT):
+                other = read_row(k, start, count, j, i_h, c, K) * factor[loaded_row(j) + BC]
+                if j <= i:
+                    weight = T.exp2(G[i, c] - G[j, c]) * other
+                    of_query = of_query + T.cast(pairs[row_of(i), j], "float32") * weight
+                    of_row = of_row + T.cast(pairs[row_of(i) + HALF, j], "float32") * weight
+                if j >= i:
+                    asking = read_row(q, start, count, j, i_h, c, K) * factor[loaded_row(j)]
+                    of_asking = T.cast(pairs[row_of(j), i], "float32") * asking
+                    of_other = T.cast(pairs[row_of(j) + HALF, i], "float32") * other
+                    of_key = of_key + T.exp2(G[j, c] - G[i, c]) * (of_asking + of_other)
+            of_q[i, c] = scale * of_query
+            of_k[i, c] = of_row + of_key
+            dG[i, c] = query * of_query + row * (of_row - of_key)
+        grown[thread // K, c] = run
     T.sync_threads()
     for s, j in T.Parallel(*of_keys.shape):
-        of_keys[s, j] = T.if_then_else(s < lanes, grown[s, j], 0.0)
+        of_keys[s, j] = T.if_then_else(s < lanes, grown[T.min(s, lanes - 1), j], 0.0)
     for s, j in T.Parallel(*last.shape):
         last[s, j] = G[BT - 1, j]
     if thread < 2 * BT:
+        i = thread // 2
         run = 0.0
-        r = thread
-        i = r // (2 * BC) * BC + r % BC
-        if gate.p.l2norm:
-            for n in T.serial(K):
-                if r // BC % 2 == 0:
-                    run = run + read_row(q, start, count, i, i_h, n, K) * found[r, n] * (factor[r] / scale)
-                else:
-                    run = run + read_row(k, start, count, i, i_h, n, K) * found[r, n] * factor[r]
-        if i < count:
-            for n in T.serial(K):
-                if r // BC % 2 == 0:
-                    rstd = factor[r] / scale if gate.p.l2norm else 1.0
+        if thread % 2 == 0:
+            rstd = factor[loaded_row(i)] / scale if gate.p.l2norm else 1.0
+            if gate.p.l2norm:
+                for n in T.serial(K):
+                    run = run + read_row(q, start, count, i, i_h, n, K) * of_q[i, n] * rstd
+            if i < count:
+                for n in T.serial(K):
                     unit_q = read_row(q, start, count, i, i_h, n, K) * rstd
-                    dq[start + i, i_h, n] = T.cast(rstd * (found[r, n] - unit_q * run), dq.dtype)
-                else:
-                    rstd_k = factor[r] if gate.p.l2norm else 1.0
+                    dq[start + i, i_h, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), dq.dtype)
+        else:
+            rstd_k = factor[loaded_row(i) + BC] if gate.p.l2norm else 1.0
+            if gate.p.l2norm:
+                for n in T.serial(K):
+                    run = run + read_row(k, start, count, i, i_h, n, K) * of_k[i, n] * rstd_k
+            if i < count:
+                for n in T.serial(K):
                     unit_k = read_row(k, start, count, i, i_h, n, K) * rstd_k
-                    dk[start + i, i_h, n] = T.cast(rstd_k * (found[r, n] - unit_k * run), dk.dtype)
+                    dk[start + i, i_h, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), dk.dtype)
     T.sync_threads()
-    for r, j in T.Parallel(2 * BT, KP):
-        found[r, j] = T.if_then_else(r // BC % 2 == 0, dG[r // (2 * BC) * BC + r % BC, j], 0.0)
-    T.sync_threads()
-    for i, j in T.Parallel(BT, KP):
-        dG[i, j] = 0.0
-    for i, j in T.Parallel(BT, KP):
-        keys[i, j] = 0
+    for i, j in T.Parallel(BT, K):
+        of_k[i, j] = 0.0
+    for s, i, j in T.Parallel(*keys.shape):
+        keys[s, i, j] = 0
     T.sync_threads()

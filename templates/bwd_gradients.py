@@ -35,12 +35,20 @@ from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates._chunks import keep_seen, share_heads, split_chunks
 from kda_tl.templates._gradients import (
+    HALF,
+    PAD,
+    Rows,
+    ask_operands,
+    ask_rows,
+    is_key,
     mask_pairs,
     put_gradients,
     put_operands,
+    row_of,
     sum_rows_after,
     take_gate,
     take_gradients_exactly,
+    token_of,
 )
 from kda_tl.templates._prep import (
     LEAST_STEP,
@@ -49,8 +57,6 @@ from kda_tl.templates._prep import (
     find_steepest,
     find_step,
     is_wild,
-    load_gates,
-    load_rows,
     sum_gates,
 )
 from kda_tl.templates._slopes import Slopes
@@ -151,15 +157,11 @@ def reference(
     return bwd_qk.reference(case, **parts, q=q, k=k, rstd=rstd, chunk_tokens=chunk_tokens) | gate
 
 
-THREADS = 256
-PAD = 8  # elements a row in fp32: banks of four rows differ
-
-
 @dataclass(frozen=True, kw_only=True)
 class BwdGradientsConfig(Config):
-    """blocks: that share a multiprocessor's registers."""
+    """threads: of a block, which has a multiprocessor alone."""
 
-    blocks: int = axis(1, 1)
+    threads: int = axis(256, 256, 512)
 
     def reject(self, case: Case) -> str | None:
         """Hopper, a gate a channel, 16-bit operands of fp32's range, a value head a head, and shared memory."""
@@ -183,13 +185,13 @@ class BwdGradientsConfig(Config):
 
     def smem_bytes(self, case: Case) -> int:
         """Operands, pairs and exponents, and in turn tiles of both states, values, dO and dX, and sums in fp32."""
-        BT, KP, V = case.BT, case.problem.KP, case.problem.V
-        kept = 3 * BT * KP * 2 + 2 * BT * BT * 2 + BT * (KP + PAD) * 4 + 22 * KP * 4 + 8 * BT * 4
-        tiles = (2 * V * KP + V * BT + 2 * BT * V) * 2
-        sums = 3 * BT * (KP + PAD) * 4
-        if sums > tiles and not case.problem.bounded_gate:  # its exact path needs the pairs to the end: a gap is left
-            sums += 2 * BT * BT * 2
-        return kept + max(tiles, sums)
+        p, BT, V = case.problem, case.BT, case.problem.V
+        gates = BT * p.K * (4 if p.g_dtype == "fp32" else 2)
+        kept = 3 * BT * p.K * 2 + 2 * BT * BT * 2 + BT * (p.K + PAD) * 4 + max(gates, 22 * p.K * 4 + 8 * BT * 4)
+        tiles, one = (2 * V * p.K + V * BT + 2 * BT * V) * 2, BT * (p.K + PAD) * 4
+        if p.bounded_gate:
+            return kept + max(tiles, 3 * one)
+        return kept + tiles + max(0, 3 - tiles // one) * one  # its exact path needs the pairs to the end: a gap is left
 
 
 def build(case: Case, config: BwdGradientsConfig) -> Any:
@@ -226,8 +228,8 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
         scale: T.float32,
         lower_bound: T.float32,
     ):
-        with T.Kernel(NT * H, threads=THREADS) as i_block:
-            T.annotate_min_blocks_per_sm(config.blocks)
+        with T.Kernel(NT * H, threads=config.threads) as i_block:
+            T.annotate_min_blocks_per_sm(1)
             i_t = i_block // H
             i_h = i_block % H
             start = chunk_tokens[i_t, 0]
@@ -235,11 +237,12 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             thread = T.get_thread_binding()
 
             # everything is asked for at once: gates are summed while tiles are on their way
-            loaded = T.alloc_shared((2 * BT, KP), io)  # rows of q above those of k, sub-chunk by sub-chunk
-            outer = T.alloc_shared((2 * BT, V), io)  # of dO above those of dX
+            rows = T.alloc_shared((NB, 2 * BC, KP), io)  # of q above those of k, sub-chunk by sub-chunk
+            outer = T.alloc_shared((2 * BT, V), io)  # of dO above those of dX, 8 by 8
             value_shared = T.alloc_shared((V, BT), io)
             state_shared = T.alloc_shared((V, KP), io)
             dstate_shared = T.alloc_shared((V, KP), io)
+            g_shared = T.alloc_shared((BT, K), g.dtype)
             bias = T.alloc_fragment((NB, KP), f32)
             slope = T.alloc_fragment((1,), f32)
             unit = T.alloc_fragment((1,), f32)
@@ -248,14 +251,19 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             unit[0] = gate.unit(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = gate.bias(dt_bias, i_h, j)
-            load_gates(g, K, start, count, i_h, raw)
-            load_rows(q, start, count, i_h, loaded, 0)
-            load_rows(k, start, count, i_h, loaded, BC)
-            load_rows(d_o, start, count, i_h, outer, 0)
-            load_rows(dv, start, count, i_h, outer, BC)
+            ask_rows(g, start, count, i_h, g_shared, lambda i: i)
+            T.ptx_commit_group()
+            ask_operands(q, k, start, count, i_h, rows)
+            ask_rows(d_o, start, count, i_h, outer, row_of)
+            ask_rows(dv, start, count, i_h, outer, lambda i: row_of(i) + HALF)
             T.async_copy(values[i_t, i_h, :, :], value_shared)
             T.async_copy(states[i_t, i_h, :, :], state_shared)
             T.async_copy(dstates[i_t, i_h, :, :], dstate_shared)
+            T.ptx_wait_group(3)
+            T.sync_threads()
+            for i in T.unroll(BC):
+                for s, j in T.Parallel(NB, KP):
+                    raw[i, s, j] = g_shared[s * BC + i, j]
 
             # cumsums and anchors, as in fwd_prep
             local = T.alloc_fragment((BC, NB, KP), f32)
@@ -265,7 +273,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             last = T.alloc_fragment((NB, KP), f32)
             anchor = T.alloc_fragment((NB, KP), f32)
             sums = T.alloc_shared((NB, KP), f32)
-            anchors = T.alloc_shared((NB, KP), f32)
+            following = T.alloc_fragment((NB, KP), f32)
             above = T.alloc_shared((BT, KP + PAD), f32)  # exponents from the anchor of their own sub-chunk
             links = T.alloc_shared((NB + 1, KP), f32)  # from the chunk's start to its end by way of all anchors
             tails = T.alloc_shared((NB, KP), f32)  # from each anchor to the chunk's end
@@ -274,42 +282,38 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                 wild = T.alloc_shared((NB,), f32)
                 find_steepest(middle, total, wild)
             find_anchors(middle, total, sums, before, last, anchor)
-            T.copy(anchor, anchors)
             for s, j in T.Parallel(NB, KP):
-                tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
+                links[s, j] = anchor[s, j]
+                if s == NB - 1:
+                    links[NB, j] = last[s, j]
             for s, j in T.Parallel(NB, KP):
-                following = T.if_then_else(s < NB - 1, anchors[T.min(s + 1, NB - 1), j], last[s, j])
-                links[s + 1, j] = T.exp2(following - anchor[s, j])
+                following[s, j] = links[s + 1, j]
+            for s, j in T.Parallel(NB, KP):
+                links[s + 1, j] = T.exp2(following[s, j] - anchor[s, j])
                 if s == 0:
                     links[0, j] = T.exp2(anchor[s, j])
+            for s, j in T.Parallel(NB, KP):
+                tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
 
             # norms
             factor = T.alloc_shared((2 * BT,), f32)
             b_factor = T.alloc_shared((BT,), f32)
             T.ptx_wait_group(0)
             T.sync_threads()
-            if count < BT:  # another sequence's rows may be infinite
-                for i, j in T.Parallel(2 * BT, KP):
-                    if i // (2 * BC) * BC + i % BC >= count:
-                        loaded[i, j] = 0
-                for i, j in T.Parallel(2 * BT, V):
-                    if i // (2 * BC) * BC + i % BC >= count:
-                        outer[i, j] = 0
             for i in T.Parallel(BT):
                 b_factor[i] = T.if_then_else(i < count, find_step(p, beta[start + i, i_h]), 1.0)
             if p.l2norm:
                 T.sync_threads()
                 if thread < 2 * BT:
-                    find_norms(loaded, factor, scale)
+                    find_norms(Rows(rows), factor, scale)
             else:
                 for r in T.Parallel(2 * BT):
                     factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
 
-            # operands; those that are sliced have one dimension more: of rows of a tile that two warpgroups multiply,
-            # each with half of its columns, TileLang 0.1.15 gives the second one the wrong address
-            rows = T.alloc_shared((NB, 2 * BC, KP), io)
-            keys = T.alloc_shared((BT, KP), io)
-            put_operands(loaded, factor, local, middle, above, rows, keys)
+            # operands; those that are sliced have one dimension more: of rows of a tile that warpgroups multiply, each
+            # with some of its columns, TileLang 0.1.15 gives all but the first the wrong address
+            keys = T.alloc_shared((NB, BC, KP), io)
+            put_operands(factor, local, middle, above, rows, keys)
 
             # dAqk and dKK
             pair = T.alloc_fragment((2 * BT, BT), f32)
@@ -321,7 +325,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             T.copy(pair, pairs)
             for a, column in enumerate(columns):
                 for r, j in T.Parallel(2 * BT, BC):
-                    column[r, j] = pair[r, a * BC + j]
+                    column[r, j] = pairs[r, a * BC + j]
             for i in T.Parallel(BT):
                 if i < count:
                     step = b_factor[i]
@@ -333,9 +337,9 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             row_sum = T.alloc_fragment((2 * BT, KP), f32)
             T.gemm(outer, state_shared, row_sum, clear_accum=True, policy=by_rows)
             for r, c in T.Parallel(2 * BT, KP):
-                row_sum[r, c] = row_sum[r, c] * T.if_then_else(r // BC % 2 == 0, links[0, c], -links[0, c])
+                row_sum[r, c] = row_sum[r, c] * T.if_then_else(is_key(r) == 0, links[0, c], -links[0, c])
             for a, column in enumerate(columns):
-                T.gemm(column, keys[a * BC : (a + 1) * BC, :], row_sum, policy=by_rows)
+                T.gemm(column, keys[a, :, :], row_sum, policy=by_rows)
                 if a < NB - 1:
                     for r, c in T.Parallel(2 * BT, KP):
                         row_sum[r, c] = row_sum[r, c] * T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0)
@@ -347,7 +351,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             of_states = T.alloc_fragment((NB, KP), f32)
             T.gemm(value_shared, dstate_shared, key_sum, transpose_A=True, clear_accum=True, policy=by_columns)
             for i, c in T.Parallel(BT, KP):
-                grown[i, c] = key_sum[i, c] * T.cast(keys[i, c], f32) * tails[i // BC, c]
+                grown[i, c] = key_sum[i, c] * T.cast(keys[i // BC, i % BC, c], f32) * tails[i // BC, c]
             T.clear(of_states)
             for v in T.serial(V // NB):
                 for s, j in T.Parallel(NB, KP):
@@ -370,21 +374,25 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
 
             # dG of rows, and the rows' own products with the gradients of q and k, which norms need
             of_key = T.alloc_shared((BT, KP + PAD), f32)
-            dG_row = T.alloc_shared((2 * BT, KP + PAD), f32)
+            dG_row = T.alloc_shared((BT, KP + PAD), f32)
             along = T.alloc_fragment((2 * BT, KP), f32)
             dot = T.alloc_fragment((2 * BT,), f32)
+            by_token = T.alloc_fragment((BT // HALF, 2, HALF, KP), f32)
+            dG_of = T.alloc_fragment((BT // HALF, HALF, KP), f32)
             for r, c in T.Parallel(2 * BT, KP):
                 along[r, c] = T.cast(rows[r // (2 * BC), r % (2 * BC), c], f32) * row_sum[r, c]
-            for r, c in T.Parallel(2 * BT, KP):  # first, while the largest room is free
-                dG_row[r, c] = along[r, c]
+            for n, part, h, c in T.Parallel(BT // HALF, 2, HALF, KP):
+                by_token[n, part, h, c] = along[n * BC + part * HALF + h, c]
+            T.reduce_sum(by_token, dG_of, dim=1)
+            for n, h, c in T.Parallel(BT // HALF, HALF, KP):
+                dG_row[n * HALF + h, c] = dG_of[n, h, c]
             for i, c in T.Parallel(BT, KP):
                 of_key[i, c] = key_sum[i, c]
             if p.l2norm:
                 T.sync_threads()
                 for r, c in T.Parallel(2 * BT, KP):
-                    i = r // (2 * BC) * BC + r % BC
-                    of_own_key = T.cast(keys[i, c], f32) * of_key[i, c]
-                    along[r, c] = along[r, c] + T.if_then_else(r // BC % 2 == 1, of_own_key, 0.0)
+                    of_own_key = T.cast(keys[r // (2 * BC), token_of(r) % BC, c], f32) * of_key[token_of(r), c]
+                    along[r, c] = along[r, c] + T.if_then_else(is_key(r) == 1, of_own_key, 0.0)
                 T.reduce_sum(along, dot, dim=1)
             if not p.bounded_gate:
                 if is_wild(wild):
@@ -393,7 +401,8 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                         (q, k, g, dt_bias, values, states, d_o, dv, dstates),
                         (i_t, i_h, start, count),
                         (factor, pairs, unit[0], slope[0], scale),
-                        (above, last, of_key, keys, dG_row, of_keys, dq, dk),
+                        (above, last, dG_row, keys, grown, of_key, of_keys, dq, dk),
+                        config.threads,
                     )
 
             # the gate
