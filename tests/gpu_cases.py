@@ -185,18 +185,28 @@ def equal_plans(plan: Plan) -> tuple[Plan, ...]:
 
 
 @cache
-def shipped() -> tuple[tuple[str, Problem, Plan], ...]:
-    """Every packaged plan for this GPU, with a problem of its key but few heads; equal pairs once."""
+def shipped(direction: str) -> tuple[tuple[str, Problem, Plan], ...]:
+    """Every packaged plan of a pass for this GPU, with a problem of its key but few heads; equal pairs once."""
     found: dict[tuple[Problem, Plan], str] = {}
     packaged = [database for database in sources() if database.name == "packaged"]
     for database in packaged:
-        for (slug, operator, direction), file in database.files.items():
-            if slug == device().slug:
+        for (slug, operator, stored), file in database.files.items():
+            if (slug, stored) == (device().slug, direction):
                 for key, entry in file.entries.items():
                     problem = problem_of(entry, operator, direction)
                     plan = parse_plan(entry.plan, problem, device())
                     found.setdefault((problem, plan), key.text)
     return tuple((text, problem, plan) for (problem, plan), text in found.items())
+
+
+def forward_of(problem: Problem) -> Problem:
+    """The problem of the pass that is called before."""
+    return replace(problem, direction="fwd")
+
+
+def forward_plan(problem: Problem) -> Plan:
+    """Its default."""
+    return next(iter_defaults(forward_of(problem), device()))
 
 
 def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
@@ -237,8 +247,11 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for tokens, problem in FORWARD.values():
         for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
             wanted += [job for job in jobs_of(problem, plan) if job[2].reject(job[1]) is None]
-    for _, problem, plan in shipped():
-        wanted += jobs_of(problem, plan)
+    for direction in ("fwd", "bwd"):
+        for _, problem, plan in shipped(direction):
+            wanted += jobs_of(problem, plan)
+            if direction == "bwd":
+                wanted += jobs_of(forward_of(problem), forward_plan(problem))
     jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
     cores = max(1, (os.cpu_count() or 2) - 1)
     results = map_pool("launches:compile_job", jobs, jobs=cores, timeout_s=200)

@@ -18,7 +18,10 @@ from gpu_cases import (
     backward,
     backward_plan,
     compile_all,
+    device,
     draw,
+    forward_of,
+    shipped,
 )
 from torch import Tensor
 
@@ -154,6 +157,22 @@ def test_drawn_calls(name: str) -> None:
         assert_right(name, call, judged=("q", "k", "v"))  # a few tokens' dbeta and dh0 may be next to nothing
 
     check()
+
+
+def test_shipped_plans_are_right(seed: int) -> None:
+    plans = shipped("bwd")
+    if not plans:
+        pytest.skip(f"tuning_db holds no backward for {device().slug}")
+    for n, (text, problem, plan) in enumerate(plans):
+        for lengths in ((200,), PACKED):
+            call = draw_backward(draw_call(forward_of(problem), lengths, seed + n, device="cuda"), seed + n)
+            arguments = operator_arguments(call)
+            leaves = leaves_of(arguments)
+            with pin(plan):
+                found = dict(zip(leaves, differentiate(arguments, leaves, seeds_of(call)), strict=True))
+            tolerance = GRADIENT_TOLERANCE[problem.dtype]
+            errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS}, tolerance)
+            assert max(errors.values()) < tolerance, f"{text}: {errors} {plan}"
 
 
 # The same numbers
