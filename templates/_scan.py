@@ -29,8 +29,6 @@ from kda_tl.templates._recurrence import (
 from kda_tl.templates._tile import TL_DTYPE
 
 BARRIER = 1  # a named one, of the threads that multiply
-# A thread's: what multiplies holds a state or its gradient, what loads holds nothing.
-REGISTERS, LOADER_REGISTERS = 232, 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +232,14 @@ def build_backwards(case: Case, config: RecurrenceConfig, load_state: Any, put_s
     return multiply_backwards
 
 
-def build_scan(case: Case, config: ScanConfig, load_state: Any, cut: bool) -> Any:
+def build_scan(case: Case, config: ScanConfig, load_state: Any, registers: tuple[int, int], cut: bool) -> Any:
     """A macro: a thread block takes one direction of a (segment, value head, BV channels), backwards in the first half.
 
     Args:
         case: what it is built for.
         config: of the stage.
         load_state: as in :func:`build_backwards`, of states and of their gradients.
+        registers: of a thread that multiplies, and of one that loads.
         cut: whether segments may be parts of a sequence: then only the first has the gradient of its initial state.
     """
     p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
@@ -328,7 +327,7 @@ def build_scan(case: Case, config: ScanConfig, load_state: Any, cut: bool) -> An
         tiles = (x_shared, A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared)
         barriers = (ready, free)
         if thread < consumers:
-            T.set_max_nreg(REGISTERS, 1)
+            T.set_max_nreg(registers[0], 1)
             if back:
                 stored, kept = (dstates, dv, dh0), (state_shared, dv_shared)
                 multiply_backwards(first, chunks, start, end, at, ends, stored, tiles, kept, barriers)
@@ -336,7 +335,7 @@ def build_scan(case: Case, config: ScanConfig, load_state: Any, cut: bool) -> An
                 stored, kept = (states, values), (state_shared, value_shared)
                 multiply_forwards(first, chunks, at, starts, stored, tiles, kept, barriers)
         else:
-            T.set_max_nreg(LOADER_REGISTERS, 0)
+            T.set_max_nreg(registers[1], 0)
             if thread < consumers + PRODUCER:
                 if back:
                     for c in T.serial(chunks):

@@ -72,6 +72,10 @@ class BwdScanConfig(ScanConfig):
     """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
 
 
+# A thread's: what multiplies holds a state or its gradient, what loads holds nothing.
+REGISTERS = (232, 40)
+
+
 def build(case: Case, config: BwdScanConfig) -> Any:
     """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
     p = case.problem
@@ -91,7 +95,7 @@ def build(case: Case, config: BwdScanConfig) -> Any:
         else:
             T.clear(state)
 
-    scan = build_scan(case, config, load_state, cut=False)
+    scan = build_scan(case, config, load_state, REGISTERS, cut=False)
 
     @T.prim_func
     def bwd_scan(

@@ -16,10 +16,13 @@ from kda_tl.templates import (
     bwd_gate,
     bwd_gradients,
     bwd_intra,
+    bwd_merge,
     bwd_output,
     bwd_qk,
     bwd_reduce,
+    bwd_resume,
     bwd_scan,
+    bwd_segment,
     bwd_state,
     bwd_wy,
     fwd_gate,
@@ -186,15 +189,8 @@ def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """The same with sequences cut into segments side by side: their effect, the states between them, their outputs."""
     A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
     tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
-    local, transition = run(fwd_segment.STAGE, v=x["v"], A=A, k_neg=k_neg, kg=kg, decay=decay, **tables)
-    (starts,) = run(
-        fwd_merge.STAGE,
-        local=local,
-        transition=transition,
-        h0=x["h0"],
-        seq_segments=x["seq_segments"],
-    )
-    del local, transition
+    starts, transition = _find_starts(run, x, A=A, k_neg=k_neg, kg=kg, decay=decay)
+    del transition
     o, ht = run(
         fwd_resume.STAGE,
         v=x["v"],
@@ -208,6 +204,20 @@ def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         **tables,
     )
     return {"o": o, "ht": ht, "h": None}
+
+
+def _find_starts(run: Run, x: Mapping[str, Any], **factors: Any) -> tuple[Any, Any]:
+    """The states that segments start from, and the transitions of those that end no sequence."""
+    tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
+    local, transition = run(fwd_segment.STAGE, v=x["v"], **factors, **tables)
+    (starts,) = run(
+        fwd_merge.STAGE,
+        local=local,
+        transition=transition,
+        h0=x["h0"],
+        seq_segments=x["seq_segments"],
+    )
+    return starts, transition
 
 
 def staged_backward(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,17 +324,27 @@ def _add_chunks(run: Run, dA_log_part: Any, ddt_bias_part: Any) -> Sequence[Any]
 
 def prep_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """For Hopper: what a chunk does alone, the scans in both directions, and the rest of a chunk's gradients."""
-    return _scan_both_ways(run, x, dict(zip(PREPARED, _prepare_chunks(run, x), strict=True)))
+    return _scan_both_ways(run, x, dict(zip(PREPARED, _prepare_chunks(run, x), strict=True)), _scan_sequences)
 
 
 def resumed_scan(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """The same from what the forward prepared."""
-    return _scan_both_ways(run, x, {name: x[name] for name in PREPARED})
+    return _scan_both_ways(run, x, {name: x[name] for name in PREPARED}, _scan_sequences)
 
 
-def _scan_both_ways(run: Run, x: Mapping[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
-    """From what chunks do alone on, which is forgotten after the scans."""
-    values, states, dv, dstates, dh0 = run(
+def prep_scan_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as prep_scan with sequences cut into segments side by side."""
+    return _scan_both_ways(run, x, dict(zip(PREPARED, _prepare_chunks(run, x), strict=True)), _scan_segments)
+
+
+def resumed_scan_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from what the forward prepared."""
+    return _scan_both_ways(run, x, {name: x[name] for name in PREPARED}, _scan_segments)
+
+
+def _scan_sequences(run: Run, x: Mapping[str, Any], prepared: Mapping[str, Any]) -> Sequence[Any]:
+    """Values, states, their gradients and those of initial states, of whole sequences."""
+    return run(
         bwd_scan.STAGE,
         **prepared,
         v=x["v"],
@@ -334,6 +354,31 @@ def _scan_both_ways(run: Run, x: Mapping[str, Any], prepared: dict[str, Any]) ->
         segments=x["segments"],
         chunk_tokens=x["chunk_tokens"],
     )
+
+
+def _scan_segments(run: Run, x: Mapping[str, Any], prepared: Mapping[str, Any]) -> Sequence[Any]:
+    """The same of segments: their effect in both directions, the states and gradients between them, and the scans."""
+    tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
+    walked = ("A", "k_neg", "kg", "decay")
+    starts, transition = _find_starts(run, x, **{name: prepared[name] for name in walked})
+    (dlocal,) = run(bwd_segment.STAGE, do=x["do"], **prepared, dht=x["dht"], **tables)
+    (ends,) = run(
+        bwd_merge.STAGE,
+        dlocal=dlocal,
+        transition=transition,
+        dht=x["dht"],
+        seq_segments=x["seq_segments"],
+    )
+    del dlocal, transition
+    return run(bwd_resume.STAGE, **prepared, v=x["v"], do=x["do"], starts=starts, ends=ends, **tables)
+
+
+Scan = Callable[[Run, Mapping[str, Any], Mapping[str, Any]], Sequence[Any]]
+
+
+def _scan_both_ways(run: Run, x: Mapping[str, Any], prepared: dict[str, Any], scan: Scan) -> dict[str, Any]:
+    """From what chunks do alone on, which is forgotten after the scans."""
+    values, states, dv, dstates, dh0 = scan(run, x, prepared)
     prepared.clear()
     dq, dk, dg, dbeta, dA_log_part, ddt_bias_part = run(
         bwd_gradients.STAGE,
@@ -360,16 +405,45 @@ _GRADIENTS = (
     bwd_reduce.STAGE,
 )
 _SCANNED = (bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE)
+_SCANNED_SEGMENTS = (
+    fwd_segment.STAGE,
+    fwd_merge.STAGE,
+    bwd_segment.STAGE,
+    bwd_merge.STAGE,
+    bwd_resume.STAGE,
+    bwd_gradients.STAGE,
+    bwd_reduce.STAGE,
+)
 
 
 def _cut_pipeline(segments: int) -> Pipeline:
-    """The pipeline that cuts so many segments."""
+    """The forward that cuts so many segments."""
     return Pipeline(
         name=f"prep_segments_{segments}",
         direction="fwd",
         stages=(fwd_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE, fwd_resume.STAGE),
         compute=prep_segments,
         factors=PREPARED,
+        segments=segments,
+    )
+
+
+def _cut_scan(segments: int) -> Pipeline:
+    """The backward that does."""
+    name = f"prep_scan_segments_{segments}"
+    return Pipeline(
+        name=name,
+        direction="bwd",
+        stages=(fwd_prep.STAGE, *_SCANNED_SEGMENTS),
+        compute=prep_scan_segments,
+        factors=PREPARED,
+        resumed=Pipeline(
+            name=name,
+            direction="bwd",
+            stages=_SCANNED_SEGMENTS,
+            compute=resumed_scan_segments,
+            segments=segments,
+        ),
         segments=segments,
     )
 
@@ -406,4 +480,5 @@ PIPELINES: dict[str, Pipeline] = {
         factors=PREPARED,
         resumed=Pipeline(name="prep_scan", direction="bwd", stages=_SCANNED, compute=resumed_scan),
     ),
+    **{pipeline.name: pipeline for pipeline in map(_cut_scan, (4, 8, 16))},
 }

@@ -21,10 +21,13 @@ from kda_tl.templates import (
     bwd_gate,
     bwd_gradients,
     bwd_intra,
+    bwd_merge,
     bwd_output,
     bwd_qk,
     bwd_reduce,
+    bwd_resume,
     bwd_scan,
+    bwd_segment,
     bwd_state,
     bwd_wy,
 )
@@ -36,6 +39,7 @@ RAGGED = (1, 15, 16, 63, 64, 65, 130)
 MODULES = (
     *(bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce),
     *(bwd_scan, bwd_gradients),
+    *(bwd_segment, bwd_merge, bwd_resume),
 )
 
 gates = pytest.mark.parametrize("gate", GATES)
@@ -53,11 +57,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def assert_declared(call: Call, BT: int, stage: Stage, inputs: dict[str, Any]) -> None:
+def assert_declared(call: Call, BT: int, segments: int, stage: Stage, inputs: dict[str, Any]) -> None:
     """Inputs and outputs exist and have the shapes that the stage declares; rows past the end and padding are zero."""
-    case, tensors = call.case(CPU, BT, 16), call.tensors(BT)
+    case, tensors = call.case(CPU, BT, 16), call.tensors(BT, segments)
     p, count = call.problem, tensors["chunk_tokens"][:, 1]
-    sizes = {**static_sizes(case), **sizes_of(call, BT)}
+    sizes = {**static_sizes(case), **sizes_of(call, BT, segments)}
     outputs = stage.reference(case, **inputs)
     past = (torch.arange(BT) >= count[:, None])[:, None, :].expand(-1, p.HV, -1)
     for name, text in {**stage.inputs, **stage.outputs}.items():
@@ -65,7 +69,7 @@ def assert_declared(call: Call, BT: int, stage: Stage, inputs: dict[str, Any]) -
         assert (tensor is not None) == spec.present(p), f"{stage.name}: {name} for {p.key}"
         if tensor is None:
             continue
-        seen = tensor.mT if spec.dims[0] == "N" and p.state_v_first else tensor
+        seen = tensor.mT if spec.dims[:2] == ("N", "HV") and p.state_v_first else tensor
         assert seen.shape == spec.shape(sizes), f"{stage.name}: {name}"
         if name not in outputs:
             continue
@@ -83,7 +87,7 @@ def assert_gradients(call: Call, BT: int, tolerance: float = EXACT) -> None:
     where = f"{p.key} A_log={p.has_A_log} dt_bias={p.has_dt_bias} BT={BT} bounds={call.bounds}"
     truth = call.gradients()
     for pipeline in BACKWARD_PIPELINES:
-        out, records = run_references(pipeline, call.case(CPU, BT, 16), call.tensors(BT))
+        out, records = run_references(pipeline, call.case(CPU, BT, 16), call.tensors(BT, pipeline.segments))
         assert out.keys() == truth.keys()
         for name, expected in truth.items():
             if expected is None:
@@ -93,7 +97,7 @@ def assert_gradients(call: Call, BT: int, tolerance: float = EXACT) -> None:
                 assert error < tolerance, f"{name} of {pipeline.name} is off by {error:.1e}: {where}"
         for stage, inputs in records:
             if stage in BACKWARD:
-                assert_declared(call, BT, stage, inputs)
+                assert_declared(call, BT, pipeline.segments, stage, inputs)
 
 
 @gates
@@ -172,6 +176,6 @@ def test_cost_is_positive_and_scales() -> None:
     problem = draw_problem(random.Random(0), gate="safe", has_A_log=True, has_dt_bias=True, l2norm=True)
     case = Case(problem=problem, device=CPU, BT=64, BC=16)
     for module in MODULES:
-        small, large = (module.cost(case, {"tokens": 64 * n, "NT": n, "N": 1}) for n in (16, 32))
+        small, large = (module.cost(case, {"tokens": 64 * n, "NT": n, "N": 1, "NS": n, "NC": n // 2}) for n in (16, 32))
         assert 0 < small.bytes < large.bytes <= 2 * small.bytes, module.__name__
         assert 0 < small.flops < large.flops <= 2 * small.flops, module.__name__
