@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_backward, draw_call
+from cases import Call, draw_backward, draw_call, operator_arguments
 from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
+from kda_tl.arguments import TENSORS
 from kda_tl.chunk import chunk_kda
 from kda_tl.db import Entry, sources
 from kda_tl.device import Device, cuda_device
@@ -92,6 +93,8 @@ SCANNED = {
         64, 2, 2, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
     ),
 }
+# Stages that take cases which the stages around them do not
+APART = ("fwd_merge", "bwd_scan", "bwd_segment", "bwd_merge", "bwd_resume")
 BACKWARD = SPECIALISED | SCANNED
 FORWARD = SPECIALISED | HOPPER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
@@ -120,7 +123,7 @@ def hopper_plan(problem: Problem, pipeline: str = "prep_recurrence") -> Plan:
 
 def cut_plan(problem: Problem) -> Plan:
     """The default of one that cuts sequences; its kernels are those of the others that do."""
-    return hopper_plan(problem, "prep_segments_8")
+    return hopper_plan(problem, {"fwd": "prep_segments_8", "bwd": "prep_scan_segments_8"}[problem.direction])
 
 
 def plan_named(name: str) -> Plan:
@@ -134,7 +137,7 @@ def plan_named(name: str) -> Plan:
 def backward_plan(name: str) -> tuple[Problem, Plan]:
     """What runs the backward of a specialisation."""
     BT, problem = BACKWARD[name]
-    problem = replace(problem, direction="bwd")
+    problem = backward_of(problem)
     return problem, hopper_plan(problem, "prep_scan") if name in SCANNED else plan_of(problem, BT)
 
 
@@ -204,6 +207,11 @@ def forward_of(problem: Problem) -> Problem:
     return replace(problem, direction="fwd")
 
 
+def backward_of(problem: Problem) -> Problem:
+    """The problem of the pass that is called after."""
+    return replace(problem, direction="bwd")
+
+
 def forward_plan(problem: Problem) -> Plan:
     """Its default."""
     return next(iter_defaults(forward_of(problem), device()))
@@ -231,8 +239,9 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for name in BACKWARD:
         problem, plan = backward_plan(name)
         wanted += jobs_of(problem, plan)
-    for BT, problem in SCANNED.values():  # the forward that is called before
+    for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
+        wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
     for name in OTHERS:
@@ -241,8 +250,8 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
         for plan in (first, *equal_plans(first)):
             wanted += jobs_of(MAIN, plan)
-    for stage in map(templates.load, ("fwd_merge", "bwd_scan")):  # they take cases that the stages around them do not
-        cases = [stage_case(stage.name, name) for name in SPECIALISED]
+    for stage in map(templates.load, APART):
+        cases = [stage_case(stage.name, name) for name in SPECIALISED | CUT]
         wanted += [(stage.name, case, config) for case in cases if not (config := stage.default(case)).reject(case)]
     for tokens, problem in FORWARD.values():
         for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
@@ -272,6 +281,25 @@ def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", v
 
 def outputs(arguments: dict[str, Any]) -> list[torch.Tensor]:
     return [x for x in chunk_kda(**arguments) if x is not None]
+
+
+def seeds_of(call: Call, batch: int = 1) -> list[torch.Tensor]:
+    """Gradients of o and, where the problem has it, of the final state."""
+    do = call.x["do"].unflatten(0, (batch, -1)).to(operator_arguments(call, batch)["v"].dtype)
+    return [do] if call.x["dht"] is None else [do, call.x["dht"].float()]
+
+
+def leaves_of(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the tensors, which require gradients."""
+    present = {name: arguments[name] for name in TENSORS if arguments[name] is not None}
+    return {name: x.clone().requires_grad_() for name, x in present.items()}
+
+
+def differentiate(
+    arguments: dict[str, Any], leaves: dict[str, torch.Tensor], seeds: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    results = [x for x in chunk_kda(**arguments | leaves) if x is not None]
+    return list(torch.autograd.grad(results, list(leaves.values()), seeds))
 
 
 def assert_same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:

@@ -53,7 +53,7 @@ def launches(problem: Problem, seed: int) -> list[Launch]:
     forward = draw_call(problem, LENGTHS, seed)
     plan, found = default_plan(problem, device), []
     seen: set[str] = set()
-    for pipeline in PIPELINES.values():
+    for pipeline in sorted(PIPELINES.values(), key=lambda p: -p.segments):  # in few segments, none follows another
         call = draw_backward(forward, seed) if pipeline.direction == "bwd" else forward
         case = Case(problem=call.problem, device=device, BT=plan.BT, BC=plan.BC)
         for stage, inputs in run_references(pipeline, case, call.tensors(plan.BT, pipeline.segments))[1]:

@@ -119,6 +119,26 @@ def test_gradients_varlen(gate: str, seed: int) -> None:
 
 
 @gates
+def test_gradients_of_many_segments(gate: str, seed: int) -> None:
+    """Sequences cut in three and more, in two and not at all; and the same from what a forward keeps."""
+    rng = random.Random(seed)
+    for n, BT in enumerate(BT_CHOICES):
+        problem = draw_problem(rng, gate=gate, H=1, HV=2, K=16, V=32, initial_state=n < 2, final_state=n > 0)
+        call = draw_backward(draw_call(problem, (10 * BT - 3, 0, 1, 3 * BT + 1), seed + n), seed)
+        assert_gradients(call, BT)
+        for pipeline in (p for p in BACKWARD_PIPELINES if p.segments > 1):
+            tensors = call.tensors(BT, pipeline.segments)
+            assert tensors["seq_segments"][:, 1].max() > 1, "two products in a row"
+            out, records = run_references(pipeline, call.case(CPU, BT, 16), tensors)
+            prepared = next(stage.reference(call.case(CPU, BT, 16), **inputs) for stage, inputs in records)
+            assert pipeline.resumed is not None and set(prepared) == set(pipeline.factors)
+            resumed, records = run_references(pipeline.resumed, call.case(CPU, BT, 16), {**tensors, **prepared})
+            assert [stage for stage, _ in records] == [s for s in pipeline.resumed.stages if s.runs(call.problem)]
+            for name, expected in out.items():
+                assert resumed[name] is expected is None or torch.equal(resumed[name], expected), name
+
+
+@gates
 @pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
 @pytest.mark.parametrize(("K", "V"), ((60, 100), (100, 60), (32, 256), (256, 32)))
 def test_gradients_heads_and_dims(gate: str, H: int, HV: int, K: int, V: int, seed: int) -> None:

@@ -19,14 +19,16 @@ from gpu_cases import (
     backward_plan,
     compile_all,
     device,
+    differentiate,
     draw,
     forward_of,
+    leaves_of,
+    seeds_of,
     shipped,
 )
 from torch import Tensor
 
 from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda
 from kda_tl.dispatch import pin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
@@ -61,23 +63,6 @@ def defaults_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def arguments_of(name: str, call: Call, batch: int = 1) -> dict[str, Any]:
     return operator_arguments(call, batch) | {"chunk_size": BACKWARD[name][0]}
-
-
-def seeds_of(call: Call, batch: int = 1) -> list[Tensor]:
-    """Gradients of o and, where the problem has it, of the final state."""
-    do = call.x["do"].unflatten(0, (batch, -1)).to(operator_arguments(call, batch)["v"].dtype)
-    return [do] if call.x["dht"] is None else [do, call.x["dht"].float()]
-
-
-def leaves_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Copies of the tensors, which require gradients."""
-    present = {name: arguments[name] for name in TENSORS if arguments[name] is not None}
-    return {name: x.clone().requires_grad_() for name, x in present.items()}
-
-
-def differentiate(arguments: dict[str, Any], leaves: dict[str, Tensor], seeds: list[Tensor]) -> list[Tensor]:
-    results = [x for x in chunk_kda(**arguments | leaves) if x is not None]
-    return list(torch.autograd.grad(results, list(leaves.values()), seeds))
 
 
 def gradients_of(name: str, call: Call, batch: int = 1, **changes: Any) -> dict[str, Tensor]:
