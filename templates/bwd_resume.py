@@ -62,8 +62,8 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
     factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
-    known = (x[:, :, : case.problem.V].to(decay.dtype).unbind() for x in (starts, ends))
-    return scan_reference(case, *known, v, do, segments, chunk_tokens, factors)
+    states, dstates = (x[:, :, : case.problem.V].to(decay.dtype).unbind() for x in (starts, ends))
+    return scan_reference(case, states, dstates, v, do, segments, chunk_tokens, factors)
 
 
 @dataclass(frozen=True, kw_only=True)
