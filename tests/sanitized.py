@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -47,17 +48,19 @@ def words(config: Config) -> list[str]:
     return [value for value in config.as_dict().values() if isinstance(value, str)]
 
 
-def launches(problem: Problem, seed: int) -> list[Launch]:
-    """Every stage of every pipeline, with three configs and inputs in float64."""
+def launches(problem: Problem, seed: int, names: Collection[str]) -> list[Launch]:
+    """These stages, each of the first pipeline that has it, with three configs and inputs in float64."""
     rng, device = random.Random(seed), cuda_device(0)
     forward = draw_call(problem, LENGTHS, seed)
     plan, found = default_plan(problem, device), []
     seen: set[str] = set()
     for pipeline in sorted(PIPELINES.values(), key=lambda p: -p.segments):  # in few segments, none follows another
+        if not {stage.name for stage in pipeline.stages} & set(names) - seen:  # references take seconds
+            continue
         call = draw_backward(forward, seed) if pipeline.direction == "bwd" else forward
         case = Case(problem=call.problem, device=device, BT=plan.BT, BC=plan.BC)
         for stage, inputs in run_references(pipeline, case, call.tensors(plan.BT, pipeline.segments))[1]:
-            if stage.name in seen:  # the backward runs stages of the forward too
+            if stage.name in seen or stage.name not in names:  # the backward runs stages of the forward too
                 continue
             seen.add(stage.name)
             default = stage.default(case)
@@ -81,10 +84,9 @@ def on_gpu(kernel: Kernel, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles in parallel, then launches one by one."""
-    seed, names = int(sys.argv[1]), sys.argv[2:]
-    found = (launch for problem in PROBLEMS for launch in launches(problem, seed))
-    work = [launch for launch in found if not names or launch.stage.name in names]
-    if missing := set(names or templates.names()) - {launch.stage.name for launch in work}:
+    seed, names = int(sys.argv[1]), sys.argv[2:] or templates.names()
+    work = [launch for problem in PROBLEMS for launch in launches(problem, seed, names)]
+    if missing := set(names) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     jobs = [(launch.stage.name, launch.case, launch.config) for launch in work]
     for _ in map_pool("launches:compile_job", jobs, jobs=16, timeout_s=300):
