@@ -18,7 +18,7 @@ anchor is multiplied with 2^(m_next - m) <= 1, and the product with the state is
     row:  (2^m_0 dO S^T + P_0 k_0) 2^(m_1 - m_0) + P_1 k_1 ...      P_a: 16 columns of dAqk, k_a = k 2^(m_a - G)
     key:  (2^(G_last - m_3) V' dS'^T + P_3^T q_3) 2^(m_3 - m_2) + ...                    q_b = q 2^(G - m_b)
 
-Rows of q and k are one tile of 128, 16 by 16, so a warp's rows belong to one sub-chunk and leave the chain together.
+Rows of q and k are one tile of 128, 8 by 8: a thread's rows belong to one token, a warp's leave the chain together.
 Gradients of G are products of the very operands that were multiplied, so what cancels in the cumsum cancels exactly.
 Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
 """
