@@ -21,7 +21,7 @@ COMPILE_TIMEOUT_S = 300.0
 
 
 def check_compiles(
-    subjects: Sequence[Subject], device: Device, jobs: int | None, terminal: Terminal, *, merge_heads: bool
+    subjects: Sequence[Subject], device: Device, jobs: int | None, terminal: Terminal, *, static: bool
 ) -> Iterator[Finding]:
     """One finding a plan; TileLang's disk cache then holds the kernels.
 
@@ -30,15 +30,16 @@ def check_compiles(
         device: for which device.
         jobs: processes, one a core unless given.
         terminal: where progress is told.
-        merge_heads: of kernels that differ in the number of heads only, one constant, compile the first.
+        static: nothing will run: of kernels that differ in the number of heads only, one constant, the first stands for
+            all, and the workload's own flags for others.
     """
     kernels: dict[Any, CompileJob] = {}
     owners: dict[Any, list[str]] = {}
     for subject in subjects:
-        for problem in _problems(subject):
+        for problem in _problems(subject)[: 1 if static else None]:
             case = Case(problem=problem, device=device, BT=subject.plan.BT, BC=subject.plan.BC)
             alike = replace(problem, direction="fwd")  # a stage's kernel is the same in both passes
-            alike = replace(alike, H=1, HV=problem.group) if merge_heads else alike
+            alike = replace(alike, H=1, HV=problem.group) if static else alike
             for name, config in subject.plan.stages:
                 key = name, alike, case.BT, case.BC, config
                 kernels.setdefault(key, CompileJob(stage=templates.load(name), case=case, config=config))
@@ -50,7 +51,7 @@ def check_compiles(
 
 
 def _problems(subject: Subject) -> Sequence[Problem]:
-    """The problems whose kernels differ."""
+    """The problems whose kernels differ, the workload's own first."""
     problem = subject.workload.problem().without_lengths()
     return list(dict.fromkeys(replace(problem, **variant.flags) for variant in variants_of(subject)))
 

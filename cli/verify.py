@@ -109,7 +109,7 @@ def _check_device(
     if args.static or device.kind == "cuda":  # a GPU's kernels take seconds each
         from kda_tl.cli._compile import check_compiles
 
-        compiled += check_compiles(subjects, device, args.jobs, terminal, merge_heads=args.static)
+        compiled += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
     if args.static:
         return compiled
     findings = [finding for subject in subjects for finding in _check_subject(subject, device, terminal)]

@@ -180,7 +180,7 @@ def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
             stage.build(case, config),
             target=case.device.target,
             execution_backend="cython" if cpu else "auto",
-            pass_configs=None if cpu else _CUDA_PASS_CONFIGS,
+            pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes},
         )
     except Exception as error:  # TileLang raises whatever its passes, TVM or the compiler's wrapper raise
         last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]

@@ -181,6 +181,7 @@ class Stage:
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
         weightless: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
+        passes: settings of TileLang's passes that its CUDA kernel needs, beside everyone's.
     """
 
     name: str
@@ -194,6 +195,7 @@ class Stage:
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
     weightless: Mapping[str, float] = field(default_factory=dict)
+    passes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

@@ -67,17 +67,28 @@ def _row_of_q(i: Any) -> Any:
     return i // BC * 2 * BC + i % BC
 
 
+def first_row(s: Any) -> Any:
+    """Where rows of q and k of sub-chunk s begin in their tile: the later half of a chunk lies first.
+
+    That half meets most keys, from registers; TileLang 0.1.15 fills these by ldmatrix from a tile's start, whatever the
+    start of the slice.
+    """
+    return (s + 2) % 4 * 2 * BC
+
+
 @T.macro
 def load_rows(x, start, count, i_head, rows, below):
     """Rows of q or k to their places, ``below`` those of q; those past the chunk's end are another sequence's, or 0."""
     BT, (_, _, K), KP = rows.shape[0] // 2, x.shape, rows.shape[1]
     if K == KP:
         for n in T.unroll(BT // BC):
-            first = n * 2 * BC + below
+            first = first_row(n) + below
             T.async_copy(x[start + n * BC : start + (n + 1) * BC, i_head, :], rows[first : first + BC, :])
     else:
         for i, j in T.Parallel(BT, KP):
-            rows[_row_of_q(i) + below, j] = T.if_then_else((i < count) & (j < K), x[start + i, i_head, j], 0)
+            rows[first_row(i // BC) + below + i % BC, j] = T.if_then_else(
+                (i < count) & (j < K), x[start + i, i_head, j], 0
+            )
 
 
 @T.macro
@@ -143,6 +154,7 @@ def find_anchors(middle, total, sums, before, last, anchor):
     NB, KP = middle.shape
     for s, j in T.Parallel(NB, KP):
         sums[s, j] = total[s, j]
+    T.sync_threads()
     T.clear(before)
     T.clear(last)
     for n in T.unroll(NB):
@@ -222,6 +234,7 @@ def take_exactly(gate, tensors, at, factors, both, scalars):
                 clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
                 run[j] = run[j] + T.if_then_else((i < count) & (c < K), clamped, 0.0)
                 total[i, j] = run[j]
+        T.sync_threads()
         for j in T.Parallel(PART):
             decay[i_t, i_hv, part * PART + j] = T.exp2(total[BT - 1, j])
         for i, j in T.Parallel(BT, PART):
@@ -242,11 +255,13 @@ def take_exactly(gate, tensors, at, factors, both, scalars):
                 for i, j in T.Parallel(BT, PART):
                     product[i, j] = _read(x, start, count, i, i_h, part * PART + j, K) * weight[i, j]
                 T.reduce_sum(product, dot, dim=1)
+                T.sync_threads()
                 for i in T.Parallel(BT):
                     beta = T.if_then_else(i // BC == n // BC, b_factor[i], 1.0)
                     keep = beta if below else T.if_then_else(i >= n, 1.0, 0.0)
                     before = T.if_then_else(part > 0, both[_row_of_q(i) + below, n], 0.0)
                     both[_row_of_q(i) + below, n] = before + dot[i] * factor[_row_of_q(i) + below] * keep
+                T.sync_threads()
 
 
 @T.macro

@@ -16,11 +16,11 @@ def _multiply(left: Any, right: Any, sums: Any, first: Any) -> Any:
 
 
 @T.macro
-def _take_left(tile, first, column, g, t, left):
-    """16 x 16 of a tile in shared memory as a left operand; g and t: a lane's row and first column of 8 x 8."""
-    for n in T.unroll(4):
-        for e in T.vectorized(2):
-            left[2 * n + e] = tile[first + n % 2 * 8 + g, column + n // 2 * 8 + t + e]
+def _take_left(tile, first, column, left):
+    """16 x 16 of a tile in shared memory, whose rows are multiples of 16 bytes, as a left operand."""
+    lane = T.get_thread_binding() % 32
+    place = tile[first + lane % 16, column + lane // 16 * 8]
+    T.ptx_ldmatrix(T.bool(False), 4, T.access_ptr(place, "r", extent=8), T.access_ptr(left[0], "w", extent=8))
 
 
 @T.macro
@@ -48,12 +48,13 @@ def _take_right(both, row, column, factor, two, right):
 
 
 @T.macro
-def find_norms(rows, factor, scale):
-    """What rows of q and k are multiplied with: norms are the diagonal of rows times rows.
+def find_norms(rows, first, factor, scale):
+    """What rows of q and k are multiplied with: norms are the diagonal of rows times rows. Its own rows a warp.
 
     Args:
         rows: 16 of q, 16 of k and so on, in shared memory.
-        factor: of each row; written.
+        first: of the warp's 32.
+        factor: of each row, warp by warp; written.
         scale: of q.
     """
     thread = T.get_thread_binding()
@@ -61,19 +62,20 @@ def find_norms(rows, factor, scale):
     t = thread % 4 * 2
     left = T.alloc_local((8,), rows.dtype)
     right = T.alloc_local((4,), rows.dtype)
-    sums = T.alloc_local((8,), "float32")
+    sums = T.alloc_local((16,), "float32")
+    T.clear(sums)
     for h in T.unroll(2):  # q, then k
-        T.clear(sums)
         for c in T.unroll(rows.shape[1] // 16):
-            _take_left(rows, thread // 32 * 32 + h * 16, c * 16, g, t, left)
+            _take_left(rows, first + h * 16, c * 16, left)
             for n in T.unroll(2):
                 for m in T.unroll(2):
                     for e in T.vectorized(2):
                         right[2 * m + e] = left[4 * m + 2 * n + e]
-                _multiply(left, right, sums, 4 * n)
-        if t // 2 == g // 2:
+                _multiply(left, right, sums, 8 * h + 4 * n)
+    if t // 2 == g // 2:
+        for h in T.unroll(2):
             for n in T.unroll(2):
-                square = T.if_then_else(g % 2 == 0, sums[6 * n], sums[6 * n + 1])
+                square = T.if_then_else(g % 2 == 0, sums[8 * h + 6 * n], sums[8 * h + 6 * n + 1])
                 row = thread // 32 * 32 + h * 16 + 8 * n + g
                 factor[row] = T.rsqrt(square + L2NORM_EPS) * T.if_then_else(h == 0, scale, 1.0)
 
@@ -139,7 +141,7 @@ def invert(both, b_factor, rows, columns, inverse):
     T.clear(outer)
 
     # blocks of 16: two warps a pair, each takes half of the columns of X
-    _take_left(columns, pair * 2 * BC, 0, g, t, left)
+    _take_left(columns, pair * 2 * BC, 0, left)
     for n in T.unroll(2):
         r = pair * 2 * BC + BC + 8 * n + g
         _take_right(both, pair * 4 * BC + 3 * BC + 8 * n + g, pair * 2 * BC + t, b_factor[r], two, right)
@@ -149,7 +151,7 @@ def invert(both, b_factor, rows, columns, inverse):
             two[e] = T.if_then_else(half == 0, inner[4 * n + e], inner[4 * n + 2 + e])
         for e in T.vectorized(2):
             right[2 * n + e] = T.cast(two[e], io)
-    _take_left(rows, pair * 2 * BC + BC, 0, g, t, left)
+    _take_left(rows, pair * 2 * BC + BC, 0, left)
     _multiply(left, right, outer, 0)
     for n in T.unroll(2):
         r = 8 * n + g
@@ -162,12 +164,14 @@ def invert(both, b_factor, rows, columns, inverse):
         for e in T.vectorized(2):
             inverse[pair * 2 * BC + BC + r, pair * 2 * BC + 8 * half + t + e] = T.cast(two[e], io)
 
+    T.sync_threads()
+
     # blocks of 32: a warp takes 16 rows and 16 columns of X
     T.clear(inner)
     T.clear(outer)
     for n in T.unroll(2):  # 16 columns of L
         if n == 0:
-            _take_left(columns, 0, 0, g, t, left)
+            _take_left(columns, 0, 0, left)
             for e in T.unroll(8):
                 left[e] = T.if_then_else(half == 0, left[e], T.cast(0.0, io))
         else:
@@ -180,7 +184,7 @@ def invert(both, b_factor, rows, columns, inverse):
         if n == 0:
             _take_either(pair == 0, rows, 2 * BC, below, BC, g, t, left)
         else:
-            _take_left(rows, 3 * BC, 0, g, t, left)
+            _take_left(rows, 3 * BC, 0, left)
             for e in T.unroll(8):
                 left[e] = T.if_then_else(pair == 1, left[e], T.cast(0.0, io))
         for h in T.unroll(2):  # 8 of the columns of X

@@ -305,7 +305,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             if p.l2norm:
                 T.sync_threads()
                 if thread < 2 * BT:
-                    find_norms(Rows(rows), factor, scale)
+                    find_norms(Rows(rows), thread // 32 * 32, factor, scale)
             else:
                 for r in T.Parallel(2 * BT):
                     factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)

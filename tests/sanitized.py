@@ -30,7 +30,8 @@ from kda_tl.templates.pipelines import PIPELINES
 
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
-PROBLEMS = (BF16, replace(BF16, H=2, HV=4, K=60, V=100, gate="softplus", state_v_first=True))
+SOFTPLUS = replace(BF16, gate="softplus")
+PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
 
 
 class Launch(NamedTuple):
@@ -52,6 +53,8 @@ def launches(problem: Problem, seed: int, names: Collection[str]) -> list[Launch
     """These stages, each of the first pipeline that has it, with three configs and inputs in float64."""
     rng, device = random.Random(seed), cuda_device(0)
     forward = draw_call(problem, LENGTHS, seed)
+    if not problem.bounded_gate:  # the last sequence decays further than anchors can follow
+        forward.x["g"][-LENGTHS[-1] :: 3] = 300.0
     plan, found = default_plan(problem, device), []
     seen: set[str] = set()
     for pipeline in sorted(PIPELINES.values(), key=lambda p: -p.segments):  # in few segments, none follows another
