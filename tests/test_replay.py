@@ -101,7 +101,7 @@ class FakeKernel:
 def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
     """Whatever the sizes and the tensors that are absent: intermediates never land on one that is still needed."""
     rng = random.Random(seed)
-    for n in range(8):
+    for n in range(3):
         problem, lengths = draw_problem(rng, rank=1), draw_lengths(rng)
         BT = rng.choice((16, 32, 64))
         calls = [draw_call(problem, lengths, seed + 2 * n + i) for i in range(2)]
