@@ -49,7 +49,8 @@ def check(
     errors = {}
     for name, truth in expected.items():
         output = outputs.get(name)
-        errors[name] = math.inf if output is None else relative_error(output, truth) * _weight(truth, weightless, name)
+        error = math.inf if output is None else relative_error(output, truth)
+        errors[name] = error * weight_of(truth, weightless, name)
     worst = max(errors, key=errors.__getitem__, default=None)
     if worst is None:
         return 0.0
@@ -60,8 +61,8 @@ def check(
     return errors[worst]
 
 
-def _weight(truth: torch.Tensor, weightless: Mapping[str, float] | None, name: str) -> float:
-    """What a relative error counts."""
+def weight_of(truth: torch.Tensor, weightless: Mapping[str, float] | None, name: str) -> float:
+    """What the relative error of a tensor of that name counts, see :func:`check`."""
     least = (weightless or {}).get(name, 0.0) * math.sqrt(truth.numel())
     length = float(torch.linalg.vector_norm(truth.double()))
     return min(1.0, (length or 1.0) / least) if least else 1.0

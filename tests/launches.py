@@ -11,6 +11,7 @@ from torch import Tensor
 from kda_tl import templates
 from kda_tl.kernel import Kernel, compile_stage
 from kda_tl.layout import make_layout
+from kda_tl.measure import weight_of
 from kda_tl.reference import relative_error
 from kda_tl.stage import Case, Config, Stage
 from kda_tl.static import StaticJob
@@ -71,7 +72,7 @@ def reverse_chunks(stage: Stage, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, float]:
-    """Relative error of each output of a kernel, against the stage's reference on the very same numbers."""
+    """Error of each output of a kernel against the stage's reference on the very same numbers, as a tuner judges it."""
     stage, case = kernel.stage, kernel.case
     given = {}
     for name, x in inputs.items():
@@ -83,7 +84,8 @@ def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) 
     outputs = launch_poisoned(kernel, given, sizes)
     expected = stage.reference(case, **exact)
     assert outputs.keys() == expected.keys()
-    return {name: relative_error(outputs[name], expected[name]) for name in expected}
+    weight = {name: weight_of(truth, stage.weightless, name) for name, truth in expected.items()}
+    return {name: weight[name] * relative_error(outputs[name], truth) for name, truth in expected.items()}
 
 
 def sizes_of(call: Call, BT: int, segments: int = 1) -> dict[str, int]:
