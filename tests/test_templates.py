@@ -242,7 +242,7 @@ def draw_setup(stage_name: str) -> str:
 
 @pytest.fixture(scope="module")
 def hopper_kernels() -> dict[str, tuple[str, dict[str, Any]] | WorkerFailure]:
-    """Source and resources by stage, or why there are none; 100 s of processor time, from a full cache 10."""
+    """Source and resources by stage, or why there are none; minutes of processor time."""
     if find_compiler(H200) is None:
         pytest.skip("no nvcc: install a CUDA toolkit, or the extra cuda-compiler")
     names = sorted((stage.name for stage in COMPILED), key=lambda name: "intra" not in name)  # the longest first
