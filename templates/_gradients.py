@@ -10,9 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.templates._prep import BC, load_gates
-from kda_tl.templates._prep import _read as read_row
-from kda_tl.templates._prep import _row_of_q as loaded_row
+from kda_tl.templates._prep import BC, load_gates, read_row, row_of_q
 from kda_tl.templates._slopes import Slopes
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
@@ -248,7 +246,7 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
         found = T.if_then_else(is_key(r) == 0, scale * own, own + down * of_key[token_of(r), c])
         if p.l2norm:
             unit = T.cast(rows[r // (2 * BC), r % (2 * BC), c], "float32") * (without_scale * down)
-            row_sum[r, c] = factor[loaded_row(token_of(r)) + BC * is_key(r)] * without_scale * (found - unit * dot[r])
+            row_sum[r, c] = factor[row_of_q(token_of(r)) + BC * is_key(r)] * without_scale * (found - unit * dot[r])
         else:
             row_sum[r, c] = found
     for r, c in T.Parallel(R, KP):
@@ -312,20 +310,20 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
                 of_query = of_query + read_row(d_o, start, count, i, i_h, v, V) * state
                 of_row = of_row - read_row(dv, start, count, i, i_h, v, V) * state
                 of_key = of_key + T.cast(values[i_t, i_h, v, i], "float32") * T.cast(dstates[i_t, i_h, v, c], "float32")
-            query = read_row(q, start, count, i, i_h, c, K) * factor[loaded_row(i)]
-            row = read_row(k, start, count, i, i_h, c, K) * factor[loaded_row(i) + BC]
+            query = read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)]
+            row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
             of_query = of_query * T.exp2(G[i, c])
             of_row = of_row * T.exp2(G[i, c])
             of_key = of_key * T.exp2(G[BT - 1, c] - G[i, c])
             run = run + row * of_key
             for j in T.serial(BT):
-                other = read_row(k, start, count, j, i_h, c, K) * factor[loaded_row(j) + BC]
+                other = read_row(k, start, count, j, i_h, c, K) * factor[row_of_q(j) + BC]
                 if j <= i:
                     weight = T.exp2(G[i, c] - G[j, c]) * other
                     of_query = of_query + T.cast(pairs[row_of(i), j], "float32") * weight
                     of_row = of_row + T.cast(pairs[row_of(i) + HALF, j], "float32") * weight
                 if j >= i:
-                    asking = read_row(q, start, count, j, i_h, c, K) * factor[loaded_row(j)]
+                    asking = read_row(q, start, count, j, i_h, c, K) * factor[row_of_q(j)]
                     of_asking = T.cast(pairs[row_of(j), i], "float32") * asking
                     of_other = T.cast(pairs[row_of(j) + HALF, i], "float32") * other
                     of_key = of_key + T.exp2(G[j, c] - G[i, c]) * (of_asking + of_other)
@@ -342,7 +340,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
         i = thread // 2
         run = 0.0
         if thread % 2 == 0:
-            rstd = factor[loaded_row(i)] / scale if gate.p.l2norm else 1.0
+            rstd = factor[row_of_q(i)] / scale if gate.p.l2norm else 1.0
             if gate.p.l2norm:
                 for n in T.serial(K):
                     run = run + read_row(q, start, count, i, i_h, n, K) * of_q[i, n] * rstd
@@ -351,7 +349,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
                     unit_q = read_row(q, start, count, i, i_h, n, K) * rstd
                     dq[start + i, i_h, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), dq.dtype)
         else:
-            rstd_k = factor[loaded_row(i) + BC] if gate.p.l2norm else 1.0
+            rstd_k = factor[row_of_q(i) + BC] if gate.p.l2norm else 1.0
             if gate.p.l2norm:
                 for n in T.serial(K):
                     run = run + read_row(k, start, count, i, i_h, n, K) * of_k[i, n] * rstd_k

@@ -13,7 +13,7 @@ from kda_tl.templates.fwd_gate import FORGOTTEN
 
 BC = 16  # tokens a sub-chunk
 PART = 64  # channels whose pairs are taken exactly at once
-LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two
+LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 OVERFLOW = 1e38  # of decays that may be infinite
 
 
@@ -52,6 +52,22 @@ class Gate:
             return unit * T.log2(1.0 + T.exp2(z))
         return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(T.min(z, -z))))
 
+    def anchor(self, x: Any) -> Any:
+        """The integer nearest to x; the even one if the gate has no bound: then half of a distance is an integer too.
+
+        Neighbouring anchors may lie 2 LIMIT apart, a power of two that fp32 and bf16 take for 0 while rows and keys on
+        either side of what decays steeply belong together: operands go half of the way, twice.
+        """
+        return T.round(x) if self.p.bounded_gate else 2.0 * T.round(0.5 * x)
+
+    def link(self, distance: Any) -> Any:
+        """The power of two that takes a number to a later anchor; half of the way if the gate has no bound."""
+        return T.exp2(distance if self.p.bounded_gate else 0.5 * distance)
+
+    def move(self, x: Any, link: Any) -> Any:
+        """A number all of its way."""
+        return x * link if self.p.bounded_gate else x * link * link
+
 
 LEAST_STEP = 2.0**-40
 
@@ -62,7 +78,7 @@ def find_step(p: Problem, raw: Any) -> Any:
     return step if p.direction == "fwd" else T.if_then_else(T.abs(step) < LEAST_STEP, LEAST_STEP, step)
 
 
-def _row_of_q(i: Any) -> Any:
+def row_of_q(i: Any) -> Any:
     """Where row i of q is: 16 rows of q, 16 of k and so on. Those of k are 16 below."""
     return i // BC * 2 * BC + i % BC
 
@@ -74,6 +90,11 @@ def first_row(s: Any) -> Any:
     start of the slice.
     """
     return (s + 2) % 4 * 2 * BC
+
+
+def token_of(r: Any) -> Any:
+    """The token that row r of that tile belongs to, of q or of k."""
+    return (r // (2 * BC) + 2) % 4 * BC + r % BC
 
 
 @T.macro
@@ -135,21 +156,22 @@ def find_steepest(middle, total, steepest):
 
 
 def is_wild(steepest: Any) -> Any:
-    """Whether anchors are no good: fp32 and bf16 hold 2^127, and keys may be larger than 1."""
+    """Whether some rows lie too far from their anchor."""
     return T.min(T.min(steepest[0], steepest[1]), T.min(steepest[2], steepest[3])) < -LIMIT
 
 
 @T.macro
-def find_anchors(middle, total, sums, before, last, anchor):
+def find_anchors(gate, middle, total, sums, before, last, anchor):
     """Sums before each sub-chunk and of all; its anchor, from the chunk's start and, in place of the middle, its own.
 
     Args:
+        gate: the problem's.
         middle: sums at the middles of sub-chunks; becomes the anchors, from the start of each.
         total: sums of sub-chunks.
         sums: the same in shared memory; written.
         before: sums of all sub-chunks before each; written.
         last: of all sub-chunks; written.
-        anchor: the integer nearest to the middle's sum, from the chunk's start; written.
+        anchor: the integer nearest to the middle's sum, see Gate.anchor, from the chunk's start; written.
     """
     NB, KP = middle.shape
     for s, j in T.Parallel(NB, KP):
@@ -162,7 +184,7 @@ def find_anchors(middle, total, sums, before, last, anchor):
             last[s, j] = last[s, j] + sums[n, j]
             before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
     for s, j in T.Parallel(NB, KP):
-        anchor[s, j] = T.round(before[s, j] + middle[s, j])
+        anchor[s, j] = gate.anchor(before[s, j] + middle[s, j])
     for s, j in T.Parallel(NB, KP):
         middle[s, j] = anchor[s, j] - before[s, j]
 
@@ -195,7 +217,7 @@ def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
                     inverse[i, j + e] = T.cast(0.0, inverse.dtype)
 
 
-def _read(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> Any:
+def read_row(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> Any:
     """Channel c of the chunk's row i in fp32, 0 past its end and in padded channels."""
     return T.cast(T.if_then_else((i < count) & (c < K), x[start + i, head, c], 0), "float32")
 
@@ -230,7 +252,8 @@ def take_exactly(gate, tensors, at, factors, both, scalars):
         for i in T.serial(BT):
             for j in T.Parallel(PART):
                 c = part * PART + j
-                step = gate.log2_decay(_read(g, start, count, i, i_hv, c, K), unit, slope, gate.bias(dt_bias, i_hv, c))
+                raw, bias = read_row(g, start, count, i, i_hv, c, K), gate.bias(dt_bias, i_hv, c)
+                step = gate.log2_decay(raw, unit, slope, bias)
                 clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
                 run[j] = run[j] + T.if_then_else((i < count) & (c < K), clamped, 0.0)
                 total[i, j] = run[j]
@@ -240,27 +263,27 @@ def take_exactly(gate, tensors, at, factors, both, scalars):
         for i, j in T.Parallel(BT, PART):
             c = part * PART + j
             qg[i_t, i_hv, i, c] = T.cast(
-                _read(q, start, count, i, i_h, c, K) * factor[_row_of_q(i)] * T.exp2(total[i, j]), io
+                read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)] * T.exp2(total[i, j]), io
             )
         for i, j in T.Parallel(BT, PART):
             c = part * PART + j
-            row = _read(k, start, count, i, i_h, c, K) * factor[_row_of_q(i) + BC]
+            row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
             kg[i_t, i_hv, i, c] = T.cast(row * T.exp2(total[BT - 1, j] - total[i, j]), io)
             k_neg[i_t, i_hv, i, c] = T.cast(-row * T.exp2(total[i, j]), io)
         for n in T.serial(BT):
             for i, j in T.Parallel(BT, PART):
-                key = _read(k, start, count, n, i_h, part * PART + j, K) * factor[_row_of_q(n) + BC]
+                key = read_row(k, start, count, n, i_h, part * PART + j, K) * factor[row_of_q(n) + BC]
                 weight[i, j] = key * T.exp2(T.min(total[i, j] - total[n, j], 0.0))
             for x, below in ((q, 0), (k, BC)):
                 for i, j in T.Parallel(BT, PART):
-                    product[i, j] = _read(x, start, count, i, i_h, part * PART + j, K) * weight[i, j]
+                    product[i, j] = read_row(x, start, count, i, i_h, part * PART + j, K) * weight[i, j]
                 T.reduce_sum(product, dot, dim=1)
                 T.sync_threads()
                 for i in T.Parallel(BT):
                     beta = T.if_then_else(i // BC == n // BC, b_factor[i], 1.0)
                     keep = beta if below else T.if_then_else(i >= n, 1.0, 0.0)
-                    before = T.if_then_else(part > 0, both[_row_of_q(i) + below, n], 0.0)
-                    both[_row_of_q(i) + below, n] = before + dot[i] * factor[_row_of_q(i) + below] * keep
+                    before = T.if_then_else(part > 0, both[row_of_q(i) + below, n], 0.0)
+                    both[row_of_q(i) + below, n] = before + dot[i] * factor[row_of_q(i) + below] * keep
                 T.sync_threads()
 
 
@@ -271,7 +294,7 @@ def take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
     product = T.alloc_fragment((1, KP), "float32")
     dot = T.alloc_fragment((1,), "float32")
     for i, c in T.Parallel(1, KP):
-        product[i, c] = _read(q, start, 1, i, i_h, c, K) * _read(k, start, 1, i, i_h, c, K)
+        product[i, c] = read_row(q, start, 1, i, i_h, c, K) * read_row(k, start, 1, i, i_h, c, K)
     T.reduce_sum(product, dot, dim=1)
     for i in T.Parallel(1):
         Aqk[i_t, i_hv, i, 0] = T.cast(dot[i] * factor[0] * factor[BC], Aqk.dtype)

@@ -275,13 +275,13 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             sums = T.alloc_shared((NB, KP), f32)
             following = T.alloc_fragment((NB, KP), f32)
             above = T.alloc_shared((BT, KP + PAD), f32)  # exponents from the anchor of their own sub-chunk
-            links = T.alloc_shared((NB + 1, KP), f32)  # from the chunk's start to its end by way of all anchors
+            links = T.alloc_shared((NB + 1, KP), f32)  # from the chunk's start to its end by all anchors: Gate.link
             tails = T.alloc_shared((NB, KP), f32)  # from each anchor to the chunk's end
             sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
             if not p.bounded_gate:
                 wild = T.alloc_shared((NB,), f32)
                 find_steepest(middle, total, wild)
-            find_anchors(middle, total, sums, before, last, anchor)
+            find_anchors(gate, middle, total, sums, before, last, anchor)
             for s, j in T.Parallel(NB, KP):
                 links[s, j] = anchor[s, j]
                 if s == NB - 1:
@@ -289,7 +289,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             for s, j in T.Parallel(NB, KP):
                 following[s, j] = links[s + 1, j]
             for s, j in T.Parallel(NB, KP):
-                links[s + 1, j] = T.exp2(following[s, j] - anchor[s, j])
+                links[s + 1, j] = gate.link(following[s, j] - anchor[s, j])
                 if s == 0:
                     links[0, j] = T.exp2(anchor[s, j])
             for s, j in T.Parallel(NB, KP):
@@ -342,7 +342,9 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                 T.gemm(column, keys[a, :, :], row_sum, policy=by_rows)
                 if a < NB - 1:
                     for r, c in T.Parallel(2 * BT, KP):
-                        row_sum[r, c] = row_sum[r, c] * T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0)
+                        row_sum[r, c] = gate.move(
+                            row_sum[r, c], T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0)
+                        )
 
             # keys
             key_sum = T.alloc_fragment((BT, KP), f32)
@@ -363,7 +365,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                     of_keys[s, j] = of_keys[s, j] + grown[s * BC + i, j]
             for b in downwards:
                 for i, c in T.Parallel(BT, KP):
-                    key_sum[i, c] = key_sum[i, c] * T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0)
+                    key_sum[i, c] = gate.move(key_sum[i, c], T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0))
                 T.gemm(
                     pairs[b * 2 * BC : (b + 1) * 2 * BC, :],
                     rows[b, :, :],

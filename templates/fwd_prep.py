@@ -11,7 +11,9 @@ keys relative to the middle of the sub-chunk whose rows they meet, which lies be
 
     <q_i 2^(G_i - m_b), k_j 2^(m_b - G_j)>      i in sub-chunk b, j in sub-chunk a <= b
 
-Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time.
+Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time;
+without a bound of the gate even ones, and in two halves, since 2^(m_b - m_a) may be less than any bf16 while what it
+links is not.
 A token alone in its chunk has one pair, and no others to average what rounding does: it is taken in fp32.
 A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
@@ -48,6 +50,7 @@ from kda_tl.templates._prep import (
     sum_gates,
     take_exactly,
     take_lone,
+    token_of,
 )
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 from kda_tl.templates._warp import find_norms, invert, substitute
@@ -215,7 +218,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             before = T.alloc_fragment((NB, KP), f32)
             last = T.alloc_fragment((NB, KP), f32)
             anchor = T.alloc_fragment((NB, KP), f32)
-            find_anchors(middle, total, sums, before, last, anchor)
+            find_anchors(gate, middle, total, sums, before, last, anchor)
             T.copy(anchor, anchors)
             for j in T.Parallel(KP):
                 decay[i_t, i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
@@ -230,7 +233,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                 behind[s, j] = T.exp2(last[s, j] - anchor[s, j])
             for n, into in enumerate(nexts):
                 for s, j in T.Parallel(NB, KP):
-                    into[s, j] = T.cast(T.exp2(anchors[T.min(s + n + 1, NB - 1), j] - anchor[s, j]), io)
+                    into[s, j] = T.cast(gate.link(anchors[T.min(s + n + 1, NB - 1), j] - anchor[s, j]), io)
 
             # norms
             factor = T.alloc_shared((2 * BT,), f32)
@@ -238,7 +241,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             T.sync_threads()
             if count < BT:  # another sequence's rows may be infinite
                 for i, j in T.Parallel(2 * BT, KP):
-                    if (i // (2 * BC) + 2) % NB * BC + i % BC >= count:
+                    if token_of(i) >= count:
                         rows[i, j] = 0
                 T.sync_threads()
             for i in T.Parallel(BT):
@@ -298,7 +301,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                         keys[0][s * BC + i, j] = key_io[s, j]
                     for n, into in enumerate(nexts):
                         for s, j in T.Parallel(NB, KP):
-                            scaled[s, j] = key_io[s, j] * into[s, j]
+                            scaled[s, j] = gate.move(key_io[s, j], into[s, j])
                         for s, j in T.Parallel(NB, KP):
                             if s < NB - 1 - n:
                                 keys[n + 1][s * BC + i, j] = scaled[s, j]
