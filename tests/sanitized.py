@@ -85,17 +85,26 @@ def on_gpu(kernel: Kernel, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Compiles in parallel, then launches one by one."""
-    seed, names = int(sys.argv[1]), sys.argv[2:] or templates.names()
-    work = [launch for problem in PROBLEMS for launch in launches(problem, seed, names)]
-    if missing := set(names) - {launch.stage.name for launch in work}:
+def all_launches(seed: int, names: Collection[str] = ()) -> list[Launch]:
+    """Those of these stages, or of all, on every problem."""
+    wanted = names or templates.names()
+    work = [launch for problem in PROBLEMS for launch in launches(problem, seed, wanted)]
+    if missing := set(wanted) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
-    jobs = [(launch.stage.name, launch.case, launch.config) for launch in work]
+    return work
+
+
+def compile_all(seed: int) -> None:
+    """In parallel, into TileLang's disk cache, and not under the sanitizer, where a pool takes longer than launches."""
+    jobs = [(launch.stage.name, launch.case, launch.config) for launch in all_launches(seed)]
     for _ in map_pool("launches:compile_job", jobs, jobs=16, timeout_s=300):
         pass
+
+
+def main() -> None:
+    """Launches one by one; compiles what the disk cache lacks."""
     where = torch.device("cuda", 0)
-    for stage, case, config, inputs, sizes in work:
+    for stage, case, config, inputs, sizes in all_launches(int(sys.argv[1]), sys.argv[2:]):
         sys.stderr.write(f"{stage.name} {config} {case.problem.key}\n")
         kernel = compile_stage(stage, case, config)
         kernel(on_gpu(kernel, inputs), sizes, where)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sanitized import compile_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -24,6 +25,7 @@ def test_every_template_is_clean(tool: str, seed: int) -> None:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH nor in $CUDA_HOME/bin: install it with the CUDA toolkit")
+    compile_all(seed)
     here = Path(__file__).parent
     run = subprocess.run(
         # only kernels of the templates, whose names start with a pass
