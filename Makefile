@@ -22,8 +22,8 @@ EXTRAS ?= dev$(if $(HAS_NVCC),,$(comma)cuda-compiler)
 
 # Progress bars for people, silence for logs.
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
-# A process a core; the tests of a file share what they compile.
-PYTEST_FLAGS ?= -n logical --dist loadfile
+# A process a core; the tests of a file share what they compile. Files in the order of tests/conftest.py.
+PYTEST_FLAGS ?= -n logical --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup tune test lint types verify unit format clean
 .NOTPARALLEL:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
+# Files that take minutes begin first, or a process would be left with one of them at the end
+LONGEST = ("test_autograd.py", "test_tuner.py", "test_templates.py", "test_chunk.py", "test_cli.py")
 
 with contextlib.suppress(ImportError):  # GPU tests run without it
     from hypothesis import settings
@@ -30,6 +32,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -83,8 +83,17 @@ def assert_declared(call: Call, BT: int, segments: int, stage: Stage, inputs: di
                 assert not padding.any(), f"{stage.name} fills the padding of {name}"
 
 
-def assert_gradients(call: Call, BT: int, tolerance: float = EXACT, cut: Sequence[Pipeline] = ()) -> None:
-    """By every pipeline; of those that cut, which differ in the number of segments only, by these or by one."""
+def assert_gradients(
+    call: Call,
+    BT: int,
+    tolerance: float = EXACT,
+    cut: Sequence[Pipeline] = (),
+    residues: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """By every pipeline; of those that cut, which differ in the number of segments only, by these or by one.
+
+    A gradient may also be off by its residue, in absolute terms: where its terms cancel to next to nothing.
+    """
     p = call.problem
     where = f"{p.key} A_log={p.has_A_log} dt_bias={p.has_dt_bias} BT={BT} bounds={call.bounds}"
     truth = call.gradients()
@@ -95,8 +104,9 @@ def assert_gradients(call: Call, BT: int, tolerance: float = EXACT, cut: Sequenc
             if expected is None:
                 assert out[name] is None, f"{pipeline.name} {name}: {where}"
             else:
-                error = relative_error(out[name], expected)
-                assert error < tolerance, f"{name} of {pipeline.name} is off by {error:.1e}: {where}"
+                error, off = relative_error(out[name], expected), (out[name] - expected).abs().max()
+                right = error < tolerance or off < residues.get(name, 0.0)
+                assert right, f"{name} of {pipeline.name} is off by {error:.1e}: {where}"
         for stage, inputs in records:
             if stage in BACKWARD:
                 assert_declared(call, BT, pipeline.segments, stage, inputs)
@@ -181,8 +191,10 @@ def test_gradients_beta_and_norm(beta: str, l2norm: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed", "wild")])
 def test_gradients_at_the_limits(kind: str, seed: int) -> None:
-    # up to 64 * 1.5e6 nats are summed: float64 holds such an exponent to 2^-53 of its size
-    assert_gradients(draw_backward(draw_extreme(kind, seed), seed), 64, tolerance=1e-7)
+    # up to 64 * 1.5e6 nats are summed: float64 holds such an exponent to 2^-53 of its size. Where all is forgotten,
+    # 2^-53 is left of the gradient of a decay, whose terms are of size 1: times the decay in dA_log, e^A_log in dg
+    residues = {"dA_log": 1.5e6 * 2.0**-53, "dg": 150 * 2.0**-53}
+    assert_gradients(draw_backward(draw_extreme(kind, seed), seed), 64, tolerance=1e-7, residues=residues)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.rpartition(".")[2])

@@ -38,7 +38,9 @@ RAGGED = (1, 15, 16, 63, 64, 65, 130)
 needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
 stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
 gates = pytest.mark.parametrize("gate", GATES)
-EVERYWHERE = [stage for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages]
+EVERYWHERE = list(
+    {stage.name: stage for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages}.values()
+)
 HOPPER_ONLY = [stage for stage in map(templates.load, templates.names()) if stage not in EVERYWHERE]
 SEED = os.environ["KDA_TL_TEST_SEED"]
 # `kda-tl verify --gpu h200 --static` compiles Hopper's own, so here is one of them a run
