@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,20 @@ def no_user_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         for name in ("KDA_TL_DB", "KDA_TL_STRICT"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """An empty directory for each source of tuning databases that has one, in place of this machine's own."""
+    from kda_tl import db
+
+    monkeypatch.setattr(db, "_user_directory", lambda: tmp_path / "user")
+    monkeypatch.setattr(db, "_loaded", None)
+    monkeypatch.setenv(db.ENVIRONMENT, str(tmp_path / "env"))
+    (tmp_path / "env").mkdir()
+    return {name: tmp_path / name for name in ("env", "user")}
