@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,11 @@ SMALL = Problem(
 
 # What chunk_kda takes of all that the stages do
 KDA: dict[str, Any] = {"scalar_gate": False, "rank": 1}
+
+
+def random_of_run(name: str) -> random.Random:
+    """The same draws wherever a run asks by this name; its seed is in the run's first lines."""
+    return random.Random(f"{os.environ['KDA_TL_TEST_SEED']}/{name}")
 
 
 def draw_problem(rng: random.Random, **fixed: Any) -> Problem:

@@ -7,7 +7,6 @@ of the time these tests take.
 from __future__ import annotations
 
 import os
-import random
 import re
 from dataclasses import replace
 from functools import cache
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_backward, draw_call, operator_arguments
+from cases import Call, draw_backward, draw_call, operator_arguments, random_of_run
 from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
@@ -166,7 +165,7 @@ def other_configs(stage_name: str, name: str) -> tuple[Config, ...]:
     """Two configs beside the default, of the seed that the run's first lines tell."""
     stage, case = templates.load(stage_name), stage_case(stage_name, name)
     others = [config for config in stage.candidates(case) if config != stage.default(case)]
-    rng = random.Random(f"{os.environ['KDA_TL_TEST_SEED']}/{stage_name}/{name}")
+    rng = random_of_run(f"{stage_name}/{name}")
     return tuple(rng.sample(others, min(2, len(others))))
 
 
@@ -277,6 +276,14 @@ def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", v
         raw = raw + (0.5 if decay == "steep" else -7.0)
         given["g"] = -5.0 * raw.sigmoid() if problem.gate == "log" else raw
     return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", **given)
+
+
+def spiked_gates(problem: Problem, tokens: int) -> torch.Tensor:
+    """Every eighth token steep: between two nothing decays, while anchors lie further apart than fp32 reaches."""
+    log = problem.gate == "log"
+    g = torch.full((tokens, problem.HV, problem.K), 0.0 if log else -9.0, dtype=torch.float64)
+    g[3::8] = -50.0 if log else 30.0
+    return g
 
 
 def outputs(arguments: dict[str, Any]) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from cases import (
     draw_problem,
     forget_compilers,
     operator_arguments,
+    random_of_run,
     scatter,
 )
 from hypothesis import given, settings
@@ -41,7 +41,6 @@ from kda_tl.problem import BETAS, GATES, Problem
 from kda_tl.reference import relative_error
 
 CPU = cpu_device()
-SEED = os.environ["KDA_TL_TEST_SEED"]
 # fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each
 TOLERANCE = {"fp32": 2e-4, "bf16": 6e-3, "fp16": 2e-3}
 BARE = {"initial_state": False, "final_state": False, "l2norm": False}
@@ -129,7 +128,7 @@ def test_batches(seed: int) -> None:
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
 def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
     """Dtypes of a gate share the problem that is drawn, and so their kernels, which are fp32 on the CPU target."""
-    problem = draw_problem(random.Random(f"{SEED}/{gate}"), gate=gate, **KDA)
+    problem = draw_problem(random_of_run(gate), gate=gate, **KDA)
     rng = random.Random(seed)
     problem = replace(problem, dtype=dtype, g_dtype=rng.choice(("fp32", dtype)))
     assert_right(draw_call(problem, draw_lengths(rng), seed))

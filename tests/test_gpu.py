@@ -39,6 +39,7 @@ from gpu_cases import (
     plan_of,
     shipped,
     specialised,
+    spiked_gates,
     stage_case,
 )
 
@@ -135,10 +136,7 @@ def test_any_strides_are_served(name: str, change: Callable[[torch.Tensor], torc
 @pytest.mark.parametrize("name", LIMITED)
 @pytest.mark.parametrize("limit", ("steep", "flat", "mixed", "spiked"))
 def test_gates_at_their_limits(name: str, limit: str, seed: int) -> None:
-    """Saturated everywhere, nowhere, and in a tenth of the places among slow decays; or every eighth token steep.
-
-    Between two such tokens nothing decays, while anchors lie further apart than fp32 reaches.
-    """
+    """Saturated everywhere, nowhere, in a tenth of the places among slow decays, and at every eighth token."""
     BT, problem = FORWARD[name]
     shape = (130, problem.HV, problem.K)
     here = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < {"steep": 2.0, "flat": -1.0}.get(
@@ -147,8 +145,7 @@ def test_gates_at_their_limits(name: str, limit: str, seed: int) -> None:
     log = problem.gate == "log"
     g = torch.where(here, -1e4 if log else 1e4, (0.0 if limit == "flat" else -0.03) if log else -4.0).double()
     if limit == "spiked":
-        g[:] = 0.0 if log else -9.0
-        g[3::8] = -50.0 if log else 30.0
+        g = spiked_gates(problem, 130)
     assert_right(draw_call(problem, (65, 1, 64), seed, device="cuda", g=g), BT)
 
 

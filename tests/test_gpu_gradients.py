@@ -25,6 +25,7 @@ from gpu_cases import (
     leaves_of,
     seeds_of,
     shipped,
+    spiked_gates,
 )
 from torch import Tensor
 
@@ -124,10 +125,8 @@ def test_extreme_parameters(name: str, A_log: float, dt_bias: float, seed: int) 
 
 @pytest.mark.parametrize("name", SCANNED)
 def test_every_eighth_token_steep(name: str, seed: int) -> None:
-    """Between two such tokens nothing decays, while anchors lie further apart than fp32 reaches."""
     _, problem = SCANNED[name]
-    g = torch.full((130, problem.HV, problem.K), 0.0 if problem.gate == "log" else -9.0, dtype=torch.float64)
-    g[3::8] = -50.0 if problem.gate == "log" else 30.0
+    g = spiked_gates(problem, 130)
     call = draw_backward(draw_call(problem, (65, 1, 64), seed, device="cuda", g=g), seed)
     assert_right(name, call, judged=BESIDE_THE_GATE)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import F64, KDA, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem
+from cases import F64, KDA, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem, random_of_run
 from launches import reverse_chunks, run_references, sizes_of, stage_errors
 
 from kda_tl import templates
@@ -42,9 +42,8 @@ EVERYWHERE = list(
     {stage.name: stage for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages}.values()
 )
 HOPPER_ONLY = [stage for stage in map(templates.load, templates.names()) if stage not in EVERYWHERE]
-SEED = os.environ["KDA_TL_TEST_SEED"]
 # `kda-tl verify --gpu h200 --static` compiles Hopper's own, so here is one of them a run
-COMPILED = [*EVERYWHERE, random.Random(f"{SEED}/hopper").choice(HOPPER_ONLY)]
+COMPILED = [*EVERYWHERE, random_of_run("hopper").choice(HOPPER_ONLY)]
 pipelines = pytest.mark.parametrize(
     "pipeline", [p for p in PIPELINES.values() if p.direction == "fwd"], ids=lambda p: p.name
 )
@@ -239,7 +238,7 @@ def draw_setup(stage_name: str) -> str:
     """One that a stage takes, of the run's seed: all of them are minutes, and the GPU's tests compile as many."""
     stage = templates.load(stage_name)
     taken = [setup for setup in SETUPS if (case := hopper_case(setup)) and not stage.default(case).reject(case)]
-    return random.Random(f"{SEED}/{stage_name}").choice(taken)
+    return random_of_run(stage_name).choice(taken)
 
 
 @pytest.fixture(scope="module")
