@@ -12,11 +12,13 @@ agree better than that, so FLA's own curves show how far apart two right runs ar
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +146,34 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def compare(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Worst distances of smoothed curves, among FLA's runs and between ours and FLA's, and the final losses."""
+    """Worst distances of smoothed curves, among FLA's runs and between ours and FLA's, and the final losses.
+
+    If operators made no difference, half of all splits of the curves would be farther apart than FLA's from ours.
+    """
     fla, ours = ([smooth(run) for run in losses[operator]] for operator in OPERATORS)
     among = [distance(one, other) for n, one in enumerate(fla) for other in fla[:n]]
     between = [distance(one, other) for one in ours for other in fla]
     final = {operator: [sum(run[-LAST:]) / LAST for run in losses[operator]] for operator in OPERATORS}
+    curves = fla + ours
+    apart = [[distance(one, other) for other in curves] for one in curves]
+    splits = [mean_between(apart, half) for half in itertools.combinations(range(len(curves)), len(fla))]
+    found = mean_between(apart, range(len(fla)))
     return {
         "worst distance among FLA's runs": {"median": statistics.median(among), "largest": max(among)},
         "worst distance between ours and FLA's": {"median": statistics.median(between), "largest": max(between)},
+        "share of all splits of the curves in two halves that are at least as far apart": statistics.mean(
+            split >= found for split in splits
+        ),
         "final loss": {
             name: {"mean": statistics.mean(x), "deviation": statistics.stdev(x)} for name, x in final.items()
         },
     }
+
+
+def mean_between(apart: list[list[float]], half: Sequence[int]) -> float:
+    """Mean distance of curves of one half from those of the other."""
+    others = [n for n in range(len(apart)) if n not in half]
+    return statistics.fmean(apart[a][b] for a in half for b in others)
 
 
 def distance(one: list[float], other: list[float]) -> float:
