@@ -37,7 +37,22 @@ SMALL = replace(cases.SMALL, state_v_first=True)
 needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
 
 
+@functools.cache
+def shorten_autotuning() -> None:
+    """Two configs a kernel of FLA instead of up to a hundred that are all compiled: its speed is not tested here."""
+    from triton.runtime.autotuner import Autotuner
+
+    make = Autotuner.__init__
+
+    def make_short(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
+        make(self, fn, arg_names, configs[:2], *rest, **named)
+
+    Autotuner.__init__ = make_short
+
+
 def why_not_importable() -> str:
+    with contextlib.suppress(ImportError):
+        shorten_autotuning()
     try:
         importlib.import_module("fla.ops.kda.chunk")
     except Exception as error:  # without a GPU, Triton and FLA raise what they like
