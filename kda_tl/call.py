@@ -234,7 +234,8 @@ def run_backward(
         dht: gradient of the final state, absent if None.
         factors: of :func:`run_keeping`; computed again if None.
     """
-    p, where = replace(ready.problem, direction="bwd", final_state=dht is not None), a["q"].device
+    p = replace(ready.problem, direction="bwd", final_state=dht is not None, intermediate_states=False)
+    where = a["q"].device
     program = build_program(backward.choice.plan, p.without_lengths(), ready.device, resumed=factors is not None)
     compute, tables = _bind(program, ready.bounds, where)
     do = torch.zeros_like(a["v"]) if do is None else do.to(a["v"].dtype)

@@ -120,7 +120,7 @@ def _kernels(run: Run, workload: Workload, plan: Plan) -> list[CompileJob]:
     from kda_tl.templates.pipelines import PIPELINES
 
     case = _case_of(run, workload, plan)
-    stages = PIPELINES[plan.pipeline].stages
+    stages = PIPELINES[plan.pipeline].stages_of(case.problem)
     return [job for stage in stages for job in compile_jobs(stage, case, [plan.config(stage.name)])]
 
 

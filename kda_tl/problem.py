@@ -127,6 +127,11 @@ class Problem:
         return self.HV // self.H
 
     @property
+    def grouped(self) -> bool:
+        """Whether value heads share query/key heads."""
+        return self.group > 1
+
+    @property
     def KP(self) -> int:
         """K as stored in intermediates."""
         return pad_dim(self.K)
@@ -185,8 +190,5 @@ class Problem:
         return "-".join(parts)
 
     def without_lengths(self) -> Problem:
-        """The part of the problem that kernels are specialised for: lengths and batch are run-time values.
-
-        What becomes of intermediate states decides between plans, not what a kernel does.
-        """
-        return replace(self, tokens=0, sequences=0, longest=0, varlen=False, intermediate_states=False)
+        """The part of the problem that kernels are specialised for: lengths and batch are run-time values."""
+        return replace(self, tokens=0, sequences=0, longest=0, varlen=False)

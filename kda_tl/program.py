@@ -39,7 +39,7 @@ class Program:
 
     @classmethod
     def build(cls, plan: Plan, problem: Problem, device: Device, *, resumed: bool = False) -> Program:
-        """Compiles every stage of a plan; with ``resumed``, of a backward that goes on from the forward's factors.
+        """Compiles the stages that a problem needs; with ``resumed``, of a backward that goes on from kept factors.
 
         Raises:
             CompileError: a stage cannot be compiled.
@@ -50,7 +50,8 @@ class Program:
         pipeline = PIPELINES[plan.pipeline]
         if resumed and pipeline.resumed is not None:
             pipeline = pipeline.resumed
-        kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in pipeline.stages}
+        stages = pipeline.stages_of(problem)
+        kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in stages}
         return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels, segments=pipeline.segments)
 
     def bind(

@@ -112,23 +112,26 @@ class TensorSpec:
     """Shape, dtype and presence of one named tensor of a stage.
 
     Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``f32``, ``i32``),
-    and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist.
+    and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or ``not`` and the field
+    that must be false.
     """
 
     dims: tuple[str, ...]
     dtype: str
     when: str | None
+    holds: bool = True
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
         """Parses the notation above."""
         body, _, when = text.partition("?")
         dims, _, dtype = body.partition(":")
-        return cls(dims=tuple(dims.split()), dtype=dtype.strip(), when=when.strip() or None)
+        *negation, field_name = when.split() or [""]
+        return cls(dims=tuple(dims.split()), dtype=dtype.strip(), when=field_name or None, holds=not negation)
 
     def present(self, problem: Problem) -> bool:
         """Whether the tensor exists for a problem."""
-        return self.when is None or bool(getattr(problem, self.when))
+        return self.when is None or bool(getattr(problem, self.when)) is self.holds
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Sizes of the dimensions."""

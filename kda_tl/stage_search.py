@@ -70,7 +70,7 @@ def prefetch(run: Run, bench: Bench, *, urgent: bool = True) -> None:
     """Has the kernels compiled that the search of each stage of a bench will surely ask for."""
     ranked = [
         (stage, rank_by_distance(split_space(stage, bench.case)[0], stage.default(bench.case)))
-        for stage in bench.pipeline.stages
+        for stage in bench.pipeline.stages_of(bench.case.problem)
     ]
     run.crew.enqueue((_identify_job(stage, bench.case, configs) for stage, configs in ranked), urgent=urgent)
     for stage, configs in ranked:
@@ -144,7 +144,8 @@ class _Search:
             raise OutOfTime
         case, crew = self.bench.case, self.run.crew
         (job,) = compile_jobs(self.stage, case, [config])
-        others = [one for s in self.bench.pipeline.stages for one in compile_jobs(s, case, [s.default(case)])]
+        stages = self.bench.pipeline.stages_of(case.problem)
+        others = [one for s in stages for one in compile_jobs(s, case, [s.default(case)])]
         crew.hurry([*others, job])
         for other in others:  # the measuring process runs them to make this stage's inputs
             crew.result(other, deadline=self.deadline)

@@ -160,7 +160,7 @@ def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: floa
     problem = report.workload.problem()
     direction = problem.direction
     pipelines = [p for p in PIPELINES.values() if p.direction == direction]
-    holders = [p for p in pipelines if stage in {s.name for s in p.stages if s.runs(problem)}]
+    holders = [p for p in pipelines if stage in {s.name for s in p.stages_of(problem)}]
     if not holders:
         raise InputError(f"no {direction} pipeline runs {stage!r} for {report.workload.name}: pass another workload.")
     pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
@@ -247,7 +247,7 @@ def _tune_stages(run: Run, bench: Bench, deadline: float | None) -> list[StageRe
     """Every stage that runs, in order; each may take the share of the time that its number of trials has."""
     prefetch(run, bench)
     geometry = Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC)
-    stages = [stage for stage in bench.pipeline.stages if stage.runs(bench.workload.problem())]
+    stages = bench.pipeline.stages_of(bench.workload.problem())
     trials = [min(run.budget, len(split_space(stage, bench.case)[0])) for stage in stages]
     results = []
     for number, stage in enumerate(stages):

@@ -218,7 +218,7 @@ def take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_pa
 
 
 @T.macro
-def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_h, dq, dk):
+def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written):
     """Gradients of q and k from the sums of a chunk, by way of shared memory.
 
     Args:
@@ -232,10 +232,10 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
         scale: of q.
         start: the first token.
         count: of tokens.
-        i_h: the head.
-        dq: gradient of q; written.
-        dk: gradient of k; written.
+        i_hv: the value head.
+        written: gradients of q and of k, or its value heads' parts of them.
     """
+    dq, dk = written
     R, KP = row_sum.shape
     done = T.alloc_shared((R, KP + PAD), dq.dtype)
     for r, c in T.Parallel(R, KP):
@@ -255,9 +255,9 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
     for r, c in T.Parallel(R, KP):
         if token_of(r) < count:
             if is_key(r) == 0:
-                dq[start + token_of(r), i_h, c] = done[r, c]
+                dq[start + token_of(r), i_hv, c] = done[r, c]
             else:
-                dk[start + token_of(r), i_h, c] = done[r, c]
+                dk[start + token_of(r), i_hv, c] = done[r, c]
 
 
 @T.macro
@@ -269,7 +269,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
     Args:
         gate: the problem's.
         tensors: q, k, g, dt_bias, values, states, do, dv, dstates.
-        at: chunk, head, first token and number of tokens.
+        at: chunk, head, value head, first token and number of tokens.
         factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
         sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
             memory, what kg adds to the last row of dG in registers, and the gradients of q and k; written. Of dG, the
@@ -277,7 +277,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
         threads: of the block.
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
-    i_t, i_h, start, count = at
+    i_t, i_h, i_hv, start, count = at
     factor, pairs, unit, slope, scale = factors
     G, last, dG, keys, of_q, of_k, of_keys, dq, dk = sums
     K, V = gate.p.K, gate.p.V
@@ -293,7 +293,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
     if thread < K:
         run = 0.0
         for i in T.serial(BT):
-            step = gate.log2_decay(read_row(g, start, count, i, i_h, c, K), unit, slope, gate.bias(dt_bias, i_h, c))
+            step = gate.log2_decay(read_row(g, start, count, i, i_hv, c, K), unit, slope, gate.bias(dt_bias, i_hv, c))
             clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
             run = run + T.if_then_else(i < count, clamped, 0.0)
             G[i, c] = run
@@ -306,10 +306,12 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
             of_row = 0.0
             of_key = 0.0
             for v in T.serial(V):
-                state = T.cast(states[i_t, i_h, v, c], "float32")
-                of_query = of_query + read_row(d_o, start, count, i, i_h, v, V) * state
-                of_row = of_row - read_row(dv, start, count, i, i_h, v, V) * state
-                of_key = of_key + T.cast(values[i_t, i_h, v, i], "float32") * T.cast(dstates[i_t, i_h, v, c], "float32")
+                state = T.cast(states[i_t, i_hv, v, c], "float32")
+                of_query = of_query + read_row(d_o, start, count, i, i_hv, v, V) * state
+                of_row = of_row - read_row(dv, start, count, i, i_hv, v, V) * state
+                of_key = of_key + T.cast(values[i_t, i_hv, v, i], "float32") * T.cast(
+                    dstates[i_t, i_hv, v, c], "float32"
+                )
             query = read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)]
             row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
             of_query = of_query * T.exp2(G[i, c])
@@ -347,7 +349,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
             if i < count:
                 for n in T.serial(K):
                     unit_q = read_row(q, start, count, i, i_h, n, K) * rstd
-                    dq[start + i, i_h, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), dq.dtype)
+                    dq[start + i, i_hv, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), dq.dtype)
         else:
             rstd_k = factor[row_of_q(i) + BC] if gate.p.l2norm else 1.0
             if gate.p.l2norm:
@@ -356,7 +358,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
             if i < count:
                 for n in T.serial(K):
                     unit_k = read_row(k, start, count, i, i_h, n, K) * rstd_k
-                    dk[start + i, i_h, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), dk.dtype)
+                    dk[start + i, i_hv, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), dk.dtype)
     T.sync_threads()
     for i, j in T.Parallel(BT, K):
         of_k[i, j] = 0.0

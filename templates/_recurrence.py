@@ -39,8 +39,6 @@ class RecurrenceConfig(Config):
         p = case.problem
         if case.device.sm != 90:
             return f"its products are instructions of sm_90, the device is {case.device.arch}"
-        if p.intermediate_states:
-            return "the states between chunks stay in registers: it cannot return them"
         if case.BT != 64:
             return f"it is written for BT=64, not BT={case.BT}"
         if p.dtype == "fp32":
@@ -71,6 +69,11 @@ class OutputConfig(RecurrenceConfig):
     """Of a stage with output. early: whether values are multiplied before all of their chunk has come."""
 
     early: bool = axis(True, True, False)
+
+    def smem_bytes(self, case: Case) -> int:
+        """The same, and a tile for the states between chunks where they are asked for."""
+        states = case.problem.KP * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2
+        return super().smem_bytes(case) + states * case.problem.intermediate_states
 
 
 def walk_reference(
@@ -104,18 +107,20 @@ def recurrence_reference(
     chunk_tokens: torch.Tensor,
     factors: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Output and final states of segments that start from given states [HV, V, KP], in the dtype of these."""
+    """What segments make that start from given states [HV, V, KP]: output, final states and those before each chunk."""
     p, rows = case.problem, segments.tolist()
     dtype = factors["decay"].dtype
     values = split_chunks(v.to(dtype), chunk_tokens, case.BT)
     outputs, ht = values.clone(), {}
-    for start, (first, count, _, ends) in zip(starts, rows, strict=True):
-        state, tiles = walk_reference(values, start, first, count, factors)
-        for t, tile in enumerate(tiles, first):
-            outputs[t] = tile
+    h = values.new_zeros((values.shape[0], p.HV, p.KP, p.VP))
+    for state, (first, count, _, ends) in zip(starts, rows, strict=True):
+        for t in range(first, first + count):
+            h[t, ..., : p.V] = state.mT
+            state, (outputs[t],) = walk_reference(values, state, t, 1, factors)
         if ends >= 0:
             ht[ends] = state[..., : p.K] if p.state_v_first else state[..., : p.K].mT
     found = {"o": join_chunks(outputs, chunk_tokens, v.shape[0], p.V)}
+    found |= {"h": h} if p.intermediate_states else {}
     return found | ({"ht": torch.stack([ht[n] for n in sorted(ht)])} if p.final_state else {})
 
 
@@ -208,6 +213,16 @@ def put_output(output, o_shared, o, first, start, end, i_h, v0):
             o[first + i, i_h, v0 + j] = o_shared[i, j]
 
 
+@T.macro
+def put_state(state, h_shared, h, i_t, i_h, v0):
+    """The state before a chunk, as it was multiplied, by way of shared memory, which transposes it."""
+    BV, KP = state.shape
+    for i, j in T.Parallel(BV, KP):
+        h_shared[j, i] = state[i, j]
+    for j, i in T.Parallel(KP, BV):
+        h[i_t, i_h, j, v0 + i] = h_shared[j, i]
+
+
 def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
     """A macro: a thread block takes every ``blocks``-th triple of segment, value head and BV channels.
 
@@ -227,8 +242,8 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
     @T.macro
     def multiply(group, i_block, blocks, tensors, tiles, barriers):
         """A warpgroup's part: ROWS channels."""
-        states, segments, chunk_tokens, o, ht = tensors
-        v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared, unit, o_shared = tiles
+        states, segments, chunk_tokens, o, ht, h = tensors
+        v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared, unit, o_shared, h_shared = tiles
         early, ready, free = barriers
         state = T.alloc_fragment((ROWS, KP), f32)
         state_io = T.alloc_fragment((ROWS, KP), io)
@@ -252,6 +267,8 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
                 turn = step // stages % 2
                 T.barrier_wait(early[slot], turn)
                 ask_values(v_shared[group], n_shared, unit, slot, state_io, value)
+                if p.intermediate_states:
+                    put_state(state_io, h_shared[group], h, segments[i_s, 0] + c, i_h, v0)
                 put_output(output, o_shared[group], o, start + (c - 1) * BT, start, end, i_h, v0)
                 finish_values(value, value_io)
                 if config.early:
@@ -320,9 +337,10 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
                     step = step + 1
 
     @T.macro
-    def recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht):
+    def recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht, h):
         v_shared = [T.alloc_shared((stages, BT, ROWS), io) for _ in range(groups)]
         o_shared = [T.alloc_shared((BT, ROWS + OUTPUT_PAD), io) for _ in range(groups)]
+        h_shared = [T.alloc_shared((KP, ROWS + OUTPUT_PAD), io) for _ in range(groups * p.intermediate_states)]
         A_shared = T.alloc_shared((stages, BT, BT), io)
         n_shared = T.alloc_shared((stages, BT, KP), io)
         q_shared = T.alloc_shared((stages, BT, KP), io)
@@ -337,10 +355,10 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
         T.annotate_layout(layout_lower(A_shared, Aqk_shared))
         put_constants([A_shared, Aqk_shared], [unit])
 
-        tensors = (states, segments, chunk_tokens, o, ht)
+        tensors = (states, segments, chunk_tokens, o, ht, h)
         factors = (A, Aqk, k_neg, qg, kg, decay)
         loaded = (v_shared, n_shared, A_shared, q_shared, k_shared, Aqk_shared, decay_shared)
-        tiles = (*loaded, unit, o_shared)
+        tiles = (*loaded, unit, o_shared, h_shared)
         barriers = (early, ready, free)
         if thread < WARPGROUP:
             multiply(0, i_block, blocks, tensors, tiles, barriers)
@@ -353,9 +371,10 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
 
 
 def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:
-    """v and what prep made in, o out, and some elements of states in fp32; six products a chunk."""
+    """v and what prep made in, o and h out, and some elements of states in fp32; six products a chunk."""
     p, BT = case.problem, case.BT
     io = 4 if p.dtype == "fp32" else 2
     chunks = sizes["NT"] * p.HV
     moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
+    moved += chunks * p.KP * p.VP * io * p.intermediate_states
     return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 4 * BT))

@@ -18,13 +18,15 @@ anchor is multiplied with 2^(m_next - m) <= 1, and the product with the state is
     row:  (2^m_0 dO S^T + P_0 k_0) 2^(m_1 - m_0) + P_1 k_1 ...      P_a: 16 columns of dAqk, k_a = k 2^(m_a - G)
     key:  (2^(G_last - m_3) V' dS'^T + P_3^T q_3) 2^(m_3 - m_2) + ...                    q_b = q 2^(G - m_b)
 
+Of heads that value heads share, every value head has its part, see bwd_heads.
+
 Rows of q and k are one tile of 128, 8 by 8: a thread's rows belong to one token, a warp's leave the chain together.
 Gradients of G are products of the very operands that were multiplied, so what cancels in the cumsum cancels exactly.
 Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tilelang.language as T
@@ -78,8 +80,10 @@ INPUTS = {
     "chunk_tokens": "NT 2 : i32",
 }
 OUTPUTS = {
-    "dq": "tokens H K : io",
-    "dk": "tokens H K : io",
+    "dq": "tokens H K : io ? not grouped",
+    "dk": "tokens H K : io ? not grouped",
+    "dq_part": "tokens HV K : io ? grouped",
+    "dk_part": "tokens HV K : io ? grouped",
     "dg": "tokens HV G : g",
     "dbeta": "tokens HV : beta",
     "dA_log_part": "NT HV : f32 ? has_A_log",
@@ -153,8 +157,11 @@ def reference(
         chunk_tokens=chunk_tokens,
         lower_bound=lower_bound,
     )
+    alone = Case(problem=replace(p, H=p.HV), device=case.device, BT=BT, BC=case.BC)
     parts = {name: inner[name] for name in ("dq_part", "dk_part")}
-    return bwd_qk.reference(case, **parts, q=q, k=k, rstd=rstd, chunk_tokens=chunk_tokens) | gate
+    q, k = (share_heads(x, p.group) for x in (q, k))
+    found = bwd_qk.reference(alone, **parts, q=q, k=k, rstd=rstd, chunk_tokens=chunk_tokens)
+    return {f"{name}_part" if p.grouped else name: x for name, x in found.items()} | gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +171,7 @@ class BwdGradientsConfig(Config):
     threads: int = axis(256, 256, 512)
 
     def reject(self, case: Case) -> str | None:
-        """Hopper, a gate a channel, 16-bit operands of fp32's range, a value head a head, and shared memory."""
+        """Hopper, a gate a channel, 16-bit operands of fp32's range, and shared memory."""
         p = case.problem
         if case.device.sm != 90:
             return f"its products are instructions of sm_90, the device is {case.device.arch}"
@@ -174,8 +181,6 @@ class BwdGradientsConfig(Config):
             return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
         if p.scalar_gate or p.rank > 1:
             return "it takes one gate a channel and one row a token"
-        if p.group > 1:
-            return "gradients of heads that value heads share would have to be summed over thread blocks"
         if p.K not in (64, 128) or p.V not in (64, 128):  # padded K: TileLang 0.1.15 places its tiles in more memory
             return f"K={p.K}, V={p.V} are not 64 or 128 channels, which its tiles are"
         smem = self.smem_bytes(case)
@@ -195,9 +200,9 @@ class BwdGradientsConfig(Config):
 
 
 def build(case: Case, config: BwdGradientsConfig) -> Any:
-    """The kernel: one thread block a (chunk, head)."""
+    """The kernel: one thread block a (chunk, value head)."""
     p, BT, BC = case.problem, case.BT, case.BC
-    H, K, V, KP = p.H, p.K, p.V, p.KP
+    HV, K, V, KP = p.HV, p.K, p.V, p.KP
     NB = BT // BC
     downwards = tuple(reversed(range(NB)))
     f32, io = "float32", "bfloat16"
@@ -221,6 +226,8 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
         dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
+        dq_part: annotate(case, OUTPUTS["dq_part"], tokens=tokens),
+        dk_part: annotate(case, OUTPUTS["dk_part"], tokens=tokens),
         dg: annotate(case, OUTPUTS["dg"], tokens=tokens),
         dbeta: annotate(case, OUTPUTS["dbeta"], tokens=tokens),
         dA_log_part: annotate(case, OUTPUTS["dA_log_part"], NT=NT),
@@ -228,13 +235,15 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
         scale: T.float32,
         lower_bound: T.float32,
     ):
-        with T.Kernel(NT * H, threads=config.threads) as i_block:
+        with T.Kernel(NT * HV, threads=config.threads) as i_block:
             T.annotate_min_blocks_per_sm(1)
-            i_t = i_block // H
-            i_h = i_block % H
+            i_t = i_block // HV
+            i_hv = i_block % HV
+            i_h = i_hv // p.group
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
             thread = T.get_thread_binding()
+            written = (dq_part, dk_part) if p.grouped else (dq, dk)
 
             # everything is asked for at once: gates are summed while tiles are on their way
             rows = T.alloc_shared((NB, 2 * BC, KP), io)  # of q above those of k, sub-chunk by sub-chunk
@@ -247,18 +256,18 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             slope = T.alloc_fragment((1,), f32)
             unit = T.alloc_fragment((1,), f32)
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
-            slope[0] = gate.slope(A_log, i_h)
+            slope[0] = gate.slope(A_log, i_hv)
             unit[0] = gate.unit(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
-                bias[s, j] = gate.bias(dt_bias, i_h, j)
-            ask_rows(g, start, count, i_h, g_shared, lambda i: i)
+                bias[s, j] = gate.bias(dt_bias, i_hv, j)
+            ask_rows(g, start, count, i_hv, g_shared, lambda i: i)
             T.ptx_commit_group()
             ask_operands(q, k, start, count, i_h, rows)
-            ask_rows(d_o, start, count, i_h, outer, row_of)
-            ask_rows(dv, start, count, i_h, outer, lambda i: row_of(i) + HALF)
-            T.async_copy(values[i_t, i_h, :, :], value_shared)
-            T.async_copy(states[i_t, i_h, :, :], state_shared)
-            T.async_copy(dstates[i_t, i_h, :, :], dstate_shared)
+            ask_rows(d_o, start, count, i_hv, outer, row_of)
+            ask_rows(dv, start, count, i_hv, outer, lambda i: row_of(i) + HALF)
+            T.async_copy(values[i_t, i_hv, :, :], value_shared)
+            T.async_copy(states[i_t, i_hv, :, :], state_shared)
+            T.async_copy(dstates[i_t, i_hv, :, :], dstate_shared)
             T.ptx_wait_group(3)
             T.sync_threads()
             for i in T.unroll(BC):
@@ -301,7 +310,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             T.ptx_wait_group(0)
             T.sync_threads()
             for i in T.Parallel(BT):
-                b_factor[i] = T.if_then_else(i < count, find_step(p, beta[start + i, i_h]), 1.0)
+                b_factor[i] = T.if_then_else(i < count, find_step(p, beta[start + i, i_hv]), 1.0)
             if p.l2norm:
                 T.sync_threads()
                 if thread < 2 * BT:
@@ -329,8 +338,8 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             for i in T.Parallel(BT):
                 if i < count:
                     step = b_factor[i]
-                    dbeta[start + i, i_h] = T.cast(
-                        db[i] / (step * step) * slopes.beta(beta[start + i, i_h]), dbeta.dtype
+                    dbeta[start + i, i_hv] = T.cast(
+                        db[i] / (step * step) * slopes.beta(beta[start + i, i_hv]), dbeta.dtype
                     )
 
             # rows: of q and of k
@@ -401,9 +410,9 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                     take_gradients_exactly(
                         gate,
                         (q, k, g, dt_bias, values, states, d_o, dv, dstates),
-                        (i_t, i_h, start, count),
+                        (i_t, i_h, i_hv, start, count),
                         (factor, pairs, unit[0], slope[0], scale),
-                        (above, last, dG_row, keys, grown, of_key, of_keys, dq, dk),
+                        (above, last, dG_row, keys, grown, of_key, of_keys, *written),
                         config.threads,
                     )
 
@@ -412,22 +421,22 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             totals = T.alloc_shared((NB, KP), f32)
             sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix)
             if p.gate != "log":
-                at = (i_t, i_h, start, count)
+                at = (i_t, i_hv, start, count)
                 take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
             elif p.has_dt_bias:
                 for j in T.Parallel(KP):
-                    ddt_bias_part[i_t, i_h, j] = 0.0
+                    ddt_bias_part[i_t, i_hv, j] = 0.0
             for i in T.unroll(BC):
                 for s, j in T.Parallel(NB, KP):
                     if (s * BC + i < count) & (j < K):
-                        dg[start + s * BC + i, i_h, j] = T.cast(suffix[i, s, j], dg.dtype)
+                        dg[start + s * BC + i, i_hv, j] = T.cast(suffix[i, s, j], dg.dtype)
 
             # q and k
             if p.bounded_gate:
-                put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_h, dq, dk)
+                put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
             else:
                 if T.Not(is_wild(wild)):
-                    put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_h, dq, dk)
+                    put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
 
     return bwd_gradients
 

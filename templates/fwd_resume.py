@@ -38,6 +38,7 @@ INPUTS = {
 OUTPUTS = {
     "o": "tokens HV V : io",
     "ht": "N HV K V : f32 ? final_state",
+    "h": "NT HV KP VP : io ? intermediate_states",
 }
 
 
@@ -96,10 +97,11 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         o: annotate(case, OUTPUTS["o"], tokens=tokens),
         ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        h: annotate(case, OUTPUTS["h"], NT=NT),
     ):
         blocks = T.min(NS * HV * VB, case.device.num_sms)
         with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht)
+            recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht, h)
 
     return fwd_resume
 

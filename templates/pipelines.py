@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kda_tl.problem import Problem
 from kda_tl.stage import Stage
 from kda_tl.templates import (
     bwd_gate,
     bwd_gradients,
+    bwd_heads,
     bwd_intra,
     bwd_merge,
     bwd_output,
@@ -71,6 +73,10 @@ class Pipeline:
     factors: tuple[str, ...] = ()
     resumed: Pipeline | None = None
     segments: int = 1
+
+    def stages_of(self, problem: Problem) -> tuple[Stage, ...]:
+        """The stages that are launched for a problem, in order."""
+        return tuple(stage for stage in self.stages if stage.runs(problem))
 
 
 def keeping(compute: Compute, names: tuple[str, ...]) -> Compute:
@@ -169,7 +175,7 @@ def _prepare_chunks(run: Run, x: Mapping[str, Any]) -> Sequence[Any]:
 def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     """What a chunk does alone, then what chunks do one after the other: two stages, for Hopper."""
     A, Aqk, k_neg, qg, kg, decay = _prepare_chunks(run, x)
-    o, ht = run(
+    o, ht, h = run(
         fwd_recurrence.STAGE,
         v=x["v"],
         A=A,
@@ -182,7 +188,7 @@ def prep_recurrence(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         segments=x["segments"],
         chunk_tokens=x["chunk_tokens"],
     )
-    return {"o": o, "ht": ht, "h": None}
+    return {"o": o, "ht": ht, "h": h}
 
 
 def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +197,7 @@ def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
     tables = {"segments": x["segments"], "chunk_tokens": x["chunk_tokens"]}
     starts, transition = _find_starts(run, x, A=A, k_neg=k_neg, kg=kg, decay=decay)
     del transition
-    o, ht = run(
+    o, ht, h = run(
         fwd_resume.STAGE,
         v=x["v"],
         A=A,
@@ -203,7 +209,7 @@ def prep_segments(run: Run, x: Mapping[str, Any]) -> dict[str, Any]:
         starts=starts,
         **tables,
     )
-    return {"o": o, "ht": ht, "h": None}
+    return {"o": o, "ht": ht, "h": h}
 
 
 def _find_starts(run: Run, x: Mapping[str, Any], **factors: Any) -> tuple[Any, Any]:
@@ -380,7 +386,7 @@ def _scan_both_ways(run: Run, x: Mapping[str, Any], prepared: dict[str, Any], sc
     """From what chunks do alone on, which is forgotten after the scans."""
     values, states, dv, dstates, dh0 = scan(run, x, prepared)
     prepared.clear()
-    dq, dk, dg, dbeta, dA_log_part, ddt_bias_part = run(
+    dq, dk, dq_part, dk_part, dg, dbeta, dA_log_part, ddt_bias_part = run(
         bwd_gradients.STAGE,
         values=values,
         states=states,
@@ -390,6 +396,9 @@ def _scan_both_ways(run: Run, x: Mapping[str, Any], prepared: dict[str, Any], sc
         **{name: x[name] for name in _RAW},
     )
     del values, states, dstates
+    if dq is None:  # value heads share heads
+        dq, dk = run(bwd_heads.STAGE, dq_part=dq_part, dk_part=dk_part)
+        del dq_part, dk_part
     dA_log, ddt_bias = _add_chunks(run, dA_log_part, ddt_bias_part)
     return dict(zip(GRADIENTS, (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias), strict=True))
 
@@ -404,7 +413,7 @@ _GRADIENTS = (
     bwd_qk.STAGE,
     bwd_reduce.STAGE,
 )
-_SCANNED = (bwd_scan.STAGE, bwd_gradients.STAGE, bwd_reduce.STAGE)
+_SCANNED = (bwd_scan.STAGE, bwd_gradients.STAGE, bwd_heads.STAGE, bwd_reduce.STAGE)
 _SCANNED_SEGMENTS = (
     fwd_segment.STAGE,
     fwd_merge.STAGE,
@@ -412,6 +421,7 @@ _SCANNED_SEGMENTS = (
     bwd_merge.STAGE,
     bwd_resume.STAGE,
     bwd_gradients.STAGE,
+    bwd_heads.STAGE,
     bwd_reduce.STAGE,
 )
 

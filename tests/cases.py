@@ -70,6 +70,7 @@ def draw_problem(rng: random.Random, **fixed: Any) -> Problem:
         "initial_state": rng.random() < 0.6,
         "final_state": rng.random() < 0.8,
         "state_v_first": rng.random() < 0.5,
+        "intermediate_states": rng.random() < 0.5,
         "tokens": 0,
         "scalar_gate": rng.random() < 0.3,
         "rank": rng.choice((1, 1, 2, 4)),

@@ -30,7 +30,7 @@ from kda_tl.templates.pipelines import PIPELINES
 
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
-SOFTPLUS = replace(BF16, gate="softplus")
+SOFTPLUS = replace(BF16, HV=2, gate="softplus", intermediate_states=True)
 PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
 
 

@@ -20,6 +20,7 @@ from kda_tl.stage import BT_CHOICES, Case, Stage, TensorSpec, static_sizes
 from kda_tl.templates import (
     bwd_gate,
     bwd_gradients,
+    bwd_heads,
     bwd_intra,
     bwd_merge,
     bwd_output,
@@ -38,7 +39,7 @@ EXACT = 1e-9
 RAGGED = (1, 15, 16, 63, 64, 65, 130)
 MODULES = (
     *(bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce),
-    *(bwd_scan, bwd_gradients),
+    *(bwd_scan, bwd_gradients, bwd_heads),
     *(bwd_segment, bwd_merge, bwd_resume),
 )
 
@@ -145,7 +146,7 @@ def test_gradients_of_many_segments(gate: str, seed: int) -> None:
             prepared = next(stage.reference(call.case(CPU, BT, 16), **inputs) for stage, inputs in records)
             assert pipeline.resumed is not None and set(prepared) == set(pipeline.factors)
             resumed, records = run_references(pipeline.resumed, call.case(CPU, BT, 16), {**tensors, **prepared})
-            assert [stage for stage, _ in records] == [s for s in pipeline.resumed.stages if s.runs(call.problem)]
+            assert [stage for stage, _ in records] == list(pipeline.resumed.stages_of(call.problem))
             for name, expected in out.items():
                 assert resumed[name] is expected is None or torch.equal(resumed[name], expected), name
 

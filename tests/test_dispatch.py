@@ -32,6 +32,7 @@ from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.gpus import known_device
 from kda_tl.problem import DTYPES, Problem
 from kda_tl.stage import BT_CHOICES, Case, Plan
+from kda_tl.templates.fwd_recurrence import FwdRecurrenceConfig
 from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
@@ -164,15 +165,21 @@ def test_chunk_size_passes_over_other_chunks(tmp_path: Path) -> None:
     assert resolve(PROBLEM, H200, [database], chunk_size=64).passed_over == ()
 
 
-def test_a_plan_that_keeps_no_states_serves_no_call_that_wants_them(tmp_path: Path) -> None:
-    plan = pipeline_defaults("prep_recurrence", Case(problem=PROBLEM, device=H200, BT=64, BC=16))
-    database = make_database(tmp_path, make_entry(PROBLEM, plan))
-    assert resolve(PROBLEM, H200, [database]).plan == plan
-    wanted = replace(PROBLEM, intermediate_states=True)
-    choice = resolve(wanted, H200, [database])
-    assert choice.plan == make_plan() and "the states between chunks stay in registers" in choice.passed_over[0]
-    with pytest.raises(InputError, match="the states between chunks stay in registers"):
-        resolve(wanted, H200, [], pin=Pin(plan=plan))
+def test_a_plan_without_room_for_states_serves_no_call_that_wants_them(tmp_path: Path) -> None:
+    """They take shared memory, which another plan may have."""
+    problem = replace(PROBLEM, K=64)
+    plan = pipeline_defaults("prep_recurrence", Case(problem=problem, device=H200, BT=64, BC=16))
+    recurrence = FwdRecurrenceConfig(BV=128, num_stages=3)
+    plan = replace(plan, stages=(plan.stages[0], ("fwd_recurrence", recurrence)))
+    wanted = replace(problem, intermediate_states=True)
+    tight = replace(H200, smem_bytes=recurrence.smem_bytes(Case(problem=problem, device=H200, BT=64, BC=16)))
+    database = make_database(tmp_path, make_entry(problem, plan))
+    assert resolve(problem, tight, [database]).plan == plan
+    choice = resolve(wanted, tight, [database])
+    assert choice.plan is not None and choice.plan.pipeline == "prep_recurrence" and choice.plan != plan
+    assert "bytes" in choice.passed_over[0]
+    with pytest.raises(InputError, match=r"fwd_recurrence: BV=128, num_stages=3 need \d+ bytes"):
+        resolve(wanted, tight, [], pin=Pin(plan=plan))
 
 
 def test_pinned_plan_of_other_chunks_is_refused() -> None:
@@ -275,7 +282,6 @@ def test_default_takes_the_first_pipeline_that_can() -> None:
     others: list[tuple[Problem, Device, dict[str, Any]]] = [
         (PROBLEM, known_device("nvidia_a100_sxm4_80gb"), {}),
         (replace(PROBLEM, dtype="fp16"), H200, {}),
-        (replace(PROBLEM, intermediate_states=True), H200, {}),
         (PROBLEM, H200, {"chunk_size": 32}),
     ]
     for problem, device, asked in ((PROBLEM, H200, {"chunk_size": 64}), *others):

@@ -16,12 +16,10 @@ from gpu_cases import (
     BT,
     DECAYS,
     FORWARD,
-    HOPPER,
     HUGE,
     MAIN,
     OTHERS,
     PACKED,
-    SPECIALISED,
     TOLERANCE,
     WIDE,
     assert_same_bits,
@@ -116,9 +114,9 @@ def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
     assert_right(draw(name, PACKED, seed, decay, varlen=True), BT)
 
 
-@specialised
+@forward
 def test_intermediate_states(name: str, seed: int) -> None:
-    BT, problem = SPECIALISED[name]
+    BT, problem = FORWARD[name]
     call = draw(name, PACKED, seed, varlen=True)
     *_, h = chunk_kda(**operator_arguments(call), chunk_size=BT, return_intermediate_states=True)
     assert relative_error(h[0], call.truth(BT)[2]) < TOLERANCE[problem.dtype]
@@ -188,7 +186,7 @@ def test_other_configs_equal_reference(stage: Stage, name: str, seed: int) -> No
 def test_two_runs_give_the_same_bits(name: str, seed: int) -> None:
     BT, _ = FORWARD[name]
     arguments = operator_arguments(draw(name, (333, 1, 200, 64), seed, varlen=True))
-    arguments |= {"chunk_size": BT, "return_intermediate_states": name not in HOPPER}
+    arguments |= {"chunk_size": BT, "return_intermediate_states": True}
     first = outputs(arguments)
     for _ in range(5):
         assert_same_bits(outputs(arguments), first)

@@ -108,6 +108,10 @@ def test_spec_presence_and_elements() -> None:
     optional = TensorSpec.parse("HV : f32 ? has_dt_bias")
     assert not optional.present(problem) and optional.present(replace(problem, has_dt_bias=True))
     assert TensorSpec.parse("HV : f32").present(problem)
+    shared = replace(problem, H=1, HV=2)
+    for text, here in (("grouped", True), ("not grouped", False)):
+        spec = TensorSpec.parse(f"HV : f32 ? {text}")
+        assert (spec.present(problem), spec.present(shared)) == (not here, here)
     elements = {role: TensorSpec.parse(f"T : {role}").element(problem) for role in ("io", "g", "beta", "f32", "i32")}
     assert elements == {"io": "fp16", "g": "fp32", "beta": "bf16", "f32": "fp32", "i32": "i32"}
 
@@ -120,7 +124,7 @@ def test_specs_can_be_allocated(stage: Stage) -> None:
     assert list(stage.specs) == [*stage.inputs, *stage.outputs]
     assert not set(stage.inputs) & set(stage.outputs), "a tensor is either read or written"
     for name, spec in stage.specs.items():
-        assert spec.when is None or spec.when in names, f"{name}: Problem has no field {spec.when}"
+        assert spec.when is None or spec.when in names | {"grouped"}, f"{name}: Problem has no field {spec.when}"
         assert all(n > 0 for n in spec.shape(sizes)) and spec.element(case.problem)
 
 
