@@ -45,7 +45,7 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
     served: dict[str, Served] = {}
     with use(directory):
         for found in report.workloads:
-            if found.entry is not None:
+            if found.entry is not None and found.default is not None:
                 terminal.note(f"Calling chunk_kda for {found.workload.name} with the plan that was stored.")
                 served[found.workload.name] = serve(found.workload, found.default, report.device)
     values = {

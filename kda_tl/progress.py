@@ -91,7 +91,7 @@ class WorkloadReport:
 
     Attributes:
         workload: what was tuned.
-        default: the plan when nothing is tuned.
+        default: the plan when nothing is tuned; None if only a stage was tuned, or an error ended it.
         entry: the stored record, None if only a stage was tuned or nothing is valid.
         path: the database file it was written to.
         stages: every stage tuned, in order.
@@ -104,7 +104,7 @@ class WorkloadReport:
     """
 
     workload: Workload
-    default: Plan
+    default: Plan | None = None
     entry: Entry | None = None
     path: Path | None = None
     stages: tuple[StageResult, ...] = ()

@@ -141,7 +141,7 @@ def tune_workload(
     """
     begin = time.monotonic()
     deadline = None if timeout_s is None else begin + timeout_s
-    blank = WorkloadReport(workload=workload, default=default_plan(workload.problem(), run.device))
+    blank = WorkloadReport(workload=workload)
     try:
         if stage is not None:
             report = _tune_one_stage(run, blank, stage, deadline)
@@ -201,7 +201,10 @@ def tune_plan(
         KdaTlError: nothing runs, or a file cannot be written.
     """
     workload = report.workload
-    geometries = choose_geometries(screen(run, workload, deadline), report.default)
+    problem = workload.problem()
+    default = default_plan(problem, run.device)
+    report = replace(report, default=default)
+    geometries = choose_geometries(screen(run, workload, deadline), default)
     if run.crew.overlap and following is not None:
         prefetch_screen(run, following)
         for geometry in geometries if following.direction == workload.direction else ():
@@ -213,10 +216,9 @@ def tune_plan(
         share = _share(deadline, len(geometries) - number)
         results += _tune_stages(run, make_bench(run, workload, geometry), share)
     report = _add_stages(report, results)
-    final = compete(run, workload, report.default, _make_plans(run, workload, geometries, results), report.counts)
+    final = compete(run, workload, default, _make_plans(run, workload, geometries, results), report.counts)
     if final.entry is None:
         return replace(report, plans=final.plans, failure="no plan computes the right numbers")
-    problem = workload.problem()
     path = db.store(db_dir, run.device, problem.operator, problem.direction, [final.entry])
     return replace(report, plans=final.plans, entry=final.entry, path=path)
 

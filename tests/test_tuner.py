@@ -467,6 +467,8 @@ def test_a_workload_that_fails_says_why(run: Run, tmp_path: Path, monkeypatch: p
     def fail(*_: Any, **__: Any) -> None:
         raise KdaTlError("out of luck")
 
+    report = tuner.tune_workload(replace(run, device=known_device("nvidia_l4")), replace(WORKLOAD, K=256), tmp_path)
+    assert "does not fit nvidia_l4" in report.failure and "shared" in report.failure and report.default is None
     monkeypatch.setattr(tuner, "tune_plan", fail)
     assert tuner.tune_workload(run, WORKLOAD, tmp_path).failure == "out of luck"
 
