@@ -41,6 +41,7 @@ class Run:
         budget: most trials a stage.
         objective: what results of a forward may be kept for, one of :data:`kda_tl.plan_search.OBJECTIVES`.
         seed: of inputs and sampler.
+        pipeline: the only one whose plans are searched and compete, its own default plan among them; None for all.
         emit: called with every event.
         known: contests and plans in the journal, by study and config; see :func:`load_known`.
         winners: last winner by stage and geometry, a seed for the next workload.
@@ -53,6 +54,7 @@ class Run:
     objective: str
     seed: int
     emit: OnEvent
+    pipeline: str | None = None
     known: dict[tuple[str, str], Trial] = field(default_factory=dict)
     winners: dict[tuple[str, Geometry], Config] = field(default_factory=dict)
 

@@ -135,29 +135,46 @@ def find_rejection(plan: Plan, case: Case) -> str:
     return next(reasons, "")
 
 
-def iter_defaults(problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC) -> Iterator[Plan]:
+def iter_defaults(
+    problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
+) -> Iterator[Plan]:
     """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
 
+    Args:
+        problem: what is called.
+        device: where it runs.
+        BT: most tokens a chunk.
+        BC: most tokens a sub-chunk.
+        pipeline: only plans of this one, which need not be a default.
+
     Raises:
-        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason.
+        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
+            largest chunks if it is about one pipeline.
     """
-    failure, found = "", False
+    ranked = DEFAULT_PIPELINES[problem.direction] if pipeline is None else (pipeline,)
+    failures: list[str] = []
+    found = False
     for size in (choice for choice in sorted(BT_CHOICES, reverse=True) if choice <= BT):
         case = Case(problem=problem, device=device, BT=size, BC=min(BC, size))
-        for pipeline in DEFAULT_PIPELINES[problem.direction]:
-            plan = pipeline_defaults(pipeline, case)
+        for name in ranked:
+            plan = pipeline_defaults(name, case)
             rejection = find_rejection(plan, case)
-            if not rejection:
+            if rejection:
+                failures.append(rejection)
+            else:
                 found = True
                 yield plan
-            failure = rejection or failure
+    if not found and pipeline is not None:
+        raise InputError(f"{pipeline} does not run {problem.key} on {device.slug}: {failures[0]}.")
     if not found:
-        raise InputError(f"{problem.key} does not fit {device.slug}: {failure}.")
+        raise InputError(f"{problem.key} does not fit {device.slug}: {failures[-1]}.")
 
 
-def default_plan(problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC) -> Plan:
+def default_plan(
+    problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
+) -> Plan:
     """The plan when nothing is tuned: the first of :func:`iter_defaults`, which see."""
-    return next(iter_defaults(problem, device, BT=BT, BC=BC))
+    return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
 
 
 def resolve(

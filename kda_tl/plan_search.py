@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kda_tl import db
 from kda_tl.contest import PLANS, ROUNDS, Run, Verdict, describe_failure, hold_contest
 from kda_tl.crew import OutOfTime
 from kda_tl.dispatch import DEFAULT_BC, find_rejection, numerics_class, pipeline_defaults
-from kda_tl.errors import KdaTlError
+from kda_tl.errors import InputError, KdaTlError
 from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import read_gpu_state
@@ -22,7 +22,11 @@ from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
 from kda_tl.trial import CompileJob, PlanContest, PlanTrial
 from kda_tl.workloads import Workload
 
+if TYPE_CHECKING:
+    from kda_tl.templates.pipelines import Pipeline
+
 OBJECTIVES = ("balanced", "time", "memory")
+_PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,43 @@ def plan_of(geometry: Geometry, configs: Mapping[str, Config]) -> Plan:
     return Plan(pipeline=geometry.pipeline, BT=geometry.BT, BC=geometry.BC, stages=stages)
 
 
+def require_pipeline(name: str, workloads: Sequence[Workload], stage: str | None = None) -> Pipeline:
+    """The pipeline that a search is restricted to.
+
+    Args:
+        name: its name.
+        workloads: what is searched for.
+        stage: the only stage that is searched.
+
+    Raises:
+        InputError: there is no such pipeline, it is not of a workload's pass, or it does not have the stage.
+    """
+    from kda_tl.templates.pipelines import PIPELINES
+
+    pipeline = PIPELINES.get(name)
+    if pipeline is None:
+        raise InputError(f"there is no pipeline {name!r}: choose one of {', '.join(PIPELINES)}.")
+    other = next((workload for workload in workloads if workload.direction != pipeline.direction), None)
+    if other is not None:
+        fitting = ", ".join(p.name for p in PIPELINES.values() if p.direction == other.direction)
+        ours, theirs = _PASS_NAMES[pipeline.direction], _PASS_NAMES[other.direction]
+        raise InputError(
+            f"{name} is a pipeline of the {ours} pass, but {other.name} is a workload of the {theirs} pass: "
+            f"pass {ours} workloads only, or a {theirs} pipeline ({fitting})."
+        )
+    stages = [each.name for each in pipeline.stages]
+    if stage is not None and stage not in stages:
+        raise InputError(f"{name} has no stage {stage!r}: choose one of {', '.join(stages)}.")
+    return pipeline
+
+
+def searched_pipelines(run: Run, workload: Workload) -> list[Pipeline]:
+    """Those of a workload's pass, or of them the one that the run is restricted to."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    return [p for p in PIPELINES.values() if p.direction == workload.direction and run.pipeline in (None, p.name)]
+
+
 def default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
     """The plan of each geometry when nothing is tuned."""
     for geometry in geometries:
@@ -60,7 +101,7 @@ def _case_of(run: Run, workload: Workload, geometry: Geometry | Plan) -> Case:
 
 
 def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[Screened]:
-    """Times the default plan of every pipeline and BT end to end, then of the other BC with the best of these.
+    """Times the default plan of every searched pipeline and BT end to end, then of the other BC with the best of these.
 
     Every pipeline is timed once, whatever the deadline: the choice of a pipeline matters more than anything after it.
     """
@@ -82,11 +123,8 @@ def prefetch_screen(run: Run, workload: Workload) -> None:
 
 
 def _first_geometries(run: Run, workload: Workload) -> list[Geometry]:
-    from kda_tl.templates.pipelines import PIPELINES
-
-    direction = workload.problem().direction
-    names = [name for name, pipeline in PIPELINES.items() if pipeline.direction == direction]
-    geometries = [Geometry(pipeline=name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for name in names]
+    pipelines = searched_pipelines(run, workload)
+    geometries = [Geometry(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
     return _keep_possible(run, workload, geometries)
 
 
@@ -259,6 +297,8 @@ def _make_entry(
         "workload": workload.name,
         "seed": run.seed,
     }
+    if run.pipeline is not None:  # what the gain is over is this pipeline's default
+        provenance["pipeline"] = run.pipeline
     if verdict.ratio is None:  # nothing to compare with: the plan is served for its own bucket only
         provenance["default"] = f"{default.status}: {default.reason}"
     return Entry(

@@ -19,10 +19,20 @@ from kda_tl.bench import Bench
 from kda_tl.contest import Run, load_known
 from kda_tl.crew import Crew
 from kda_tl.device import Device
-from kda_tl.dispatch import DEFAULT_BC, DEFAULT_BT, DEFAULT_PIPELINES, default_plan, resolve
+from kda_tl.dispatch import DEFAULT_PIPELINES, default_plan, resolve
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.kernel import require_compiler
-from kda_tl.plan_search import OBJECTIVES, Screened, compete, default_plans, plan_of, prefetch_screen, screen
+from kda_tl.plan_search import (
+    OBJECTIVES,
+    Screened,
+    compete,
+    default_plans,
+    plan_of,
+    prefetch_screen,
+    require_pipeline,
+    screen,
+    searched_pipelines,
+)
 from kda_tl.progress import Geometry, OnEvent, StageResult, TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
 from kda_tl.stage import Config, Plan, Stage
 from kda_tl.stage_search import count_cores, prefetch, split_space, tune_stage
@@ -39,6 +49,7 @@ def tune(
     device: Device,
     *,
     stage: str | None = None,
+    pipeline: str | None = None,
     budget: int = DEFAULT_BUDGET,
     objective: str = DEFAULT_OBJECTIVE,
     timeout_s: float | None = None,
@@ -54,6 +65,8 @@ def tune(
         workloads: what to tune, see :func:`kda_tl.workloads.select`.
         device: the device here; timings are kept under its slug.
         stage: tune only this stage, for the default chunk sizes; trials are journaled, no plan is stored.
+        pipeline: tune only this pipeline, against its own default plan, and store its best plan even where another one
+            is faster; the entry's provenance names it.
         budget: most trials a stage and chunk size.
         objective: of a backward, whether its first results may be the forward's, kept in memory: "time" if that is
             faster, "balanced" if it saves at least as large a share of the pass's time as it adds to the memory of the
@@ -70,13 +83,14 @@ def tune(
         A report a workload. A workload that fails has its reason in ``failure``, and the run goes on.
 
     Raises:
-        InputError: there is no such stage, or nothing to tune.
+        InputError: there is no such stage or pipeline, they do not fit each other or a workload's pass, or nothing is
+            to be tuned.
         CompileError: no compiler was found.
         DatabaseError: the journal or the database cannot be written.
         KeyboardInterrupt: as pressed; every finished trial is in the journal, and the same call goes on from there.
     """
     begin = time.monotonic()
-    _check_request(workloads, stage, budget, objective)
+    _check_request(workloads, stage, pipeline, budget, objective)
     require_compiler(device)
     folder = Path(db_dir) if db_dir is not None else db.writable_directory()
     trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
@@ -86,7 +100,14 @@ def tune(
     reports = []
     with Crew(jobs or max(1, count_cores() - overlap), overlap=overlap) as crew:
         shared = Run(
-            crew=crew, device=device, journal=journals[0], budget=budget, seed=seed, emit=emit, objective=objective
+            crew=crew,
+            device=device,
+            journal=journals[0],
+            budget=budget,
+            objective=objective,
+            seed=seed,
+            emit=emit,
+            pipeline=pipeline,
         )
         runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
         for index, workload in enumerate(workloads):
@@ -104,7 +125,9 @@ def _name_journal(workload: Workload) -> str:
     return f"{problem.operator}_{problem.direction}.trials.jsonl"
 
 
-def _check_request(workloads: Sequence[Workload], stage: str | None, budget: int, objective: str) -> None:
+def _check_request(
+    workloads: Sequence[Workload], stage: str | None, pipeline: str | None, budget: int, objective: str
+) -> None:
     from kda_tl import templates
 
     if not workloads:
@@ -115,6 +138,8 @@ def _check_request(workloads: Sequence[Workload], stage: str | None, budget: int
         raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}.")
     if stage is not None:
         templates.load(stage)
+    if pipeline is not None:
+        require_pipeline(pipeline, workloads, stage)
 
 
 def tune_workload(
@@ -155,16 +180,16 @@ def tune_workload(
 
 
 def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: float | None) -> WorkloadReport:
-    from kda_tl.templates.pipelines import PIPELINES
-
     problem = report.workload.problem()
     direction = problem.direction
-    pipelines = [p for p in PIPELINES.values() if p.direction == direction]
+    pipelines = searched_pipelines(run, report.workload)
     holders = [p for p in pipelines if stage in {s.name for s in p.stages_of(problem)}]
     if not holders:
-        raise InputError(f"no {direction} pipeline runs {stage!r} for {report.workload.name}: pass another workload.")
+        who = f"no {direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
+        raise InputError(f"{who} {stage!r} for {report.workload.name}: pass another workload.")
     pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
-    geometry = Geometry(pipeline=pipeline.name, BT=DEFAULT_BT, BC=DEFAULT_BC)
+    default = default_plan(problem, run.device, pipeline=pipeline.name)
+    geometry = Geometry(pipeline=pipeline.name, BT=default.BT, BC=default.BC)
     bench = make_bench(run, report.workload, geometry)
     chosen = next(s for s in pipeline.stages if s.name == stage)
     result = tune_stage(run, bench, chosen, deadline=deadline)
@@ -202,7 +227,7 @@ def tune_plan(
     """
     workload = report.workload
     problem = workload.problem()
-    default = default_plan(problem, run.device)
+    default = default_plan(problem, run.device, pipeline=run.pipeline)
     report = replace(report, default=default)
     geometries = choose_geometries(screen(run, workload, deadline), default)
     if run.crew.overlap and following is not None:

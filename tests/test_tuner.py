@@ -480,7 +480,7 @@ def test_every_pipeline_is_timed_when_the_time_is_over(monkeypatch: pytest.Monke
         return PlanResult(plan=plan, status="ok", median_us=float(plan.BT)), False
 
     monkeypatch.setattr(plan_search, "run_plan", run_plan)
-    quiet = SimpleNamespace(device=known_device("nvidia_h200"), crew=Mock(), emit=Mock())
+    quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, crew=Mock(), emit=Mock())
     found = plan_search.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
     assert [(s.geometry.pipeline, s.geometry.BT) for s in found] == [
         (name, 64) for name in ("staged", "prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16")

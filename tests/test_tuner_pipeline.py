@@ -1,0 +1,204 @@
+"""Tuning one pipeline only, on an H200 that is not here: what would be compiled and measured is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kda_tl import db, plan_search, tuner
+from kda_tl.device import cpu_device
+from kda_tl.dispatch import default_plan, resolve
+from kda_tl.errors import InputError
+from kda_tl.gpus import known_device
+from kda_tl.journal import Journal, Outcome
+from kda_tl.progress import GeometryScreened, StageStarted, TuneReport
+from kda_tl.stage import Plan
+from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.trial import PlanContest, PlanTrial, Rounds, StageTrial
+from kda_tl.workloads import Workload
+
+H200 = known_device("nvidia_h200")
+FORWARD = Workload(name="forward", T=1024, H=8)
+BACKWARD = replace(FORWARD, name="backward", direction="bwd")
+STAGED = [stage.name for stage in PIPELINES["staged"].stages]
+
+
+def time_of(plan: Plan) -> float:
+    """Hopper's pipelines are faster than staged ones, and these faster with short chunks, or kept results."""
+    return (100.0 if plan.pipeline.startswith("staged") else 10.0) * plan.BT / 64 * (0.9 if plan.kept else 1.0)
+
+
+class MadeUpCrew:
+    """In the place of the processes: every kernel compiles, and a plan takes its :func:`time_of`."""
+
+    overlap, size = True, 1
+
+    def __init__(self) -> None:
+        self.measured: list[Any] = []
+
+    def __call__(self, *args: Any, **options: Any) -> MadeUpCrew:
+        return self
+
+    def __enter__(self) -> MadeUpCrew:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def enqueue(self, jobs: Any, *, urgent: bool = True) -> None:
+        assert all(job.config.reject(job.case) is None for job in jobs if hasattr(job, "config"))
+
+    def hurry(self, jobs: Any) -> None:
+        self.enqueue(jobs)
+
+    def prepare(self, job: Any) -> None:
+        pass
+
+    def result(self, job: Any, *, deadline: float | None = None) -> Any:
+        return "the same kernels"
+
+    def measure(self, request: Any) -> Any:
+        self.measured.append(request)
+        if isinstance(request, PlanContest):
+            return Rounds(medians_us=[[time_of(plan)] * request.rounds for plan in request.plans], reps=3)
+        if isinstance(request, StageTrial):
+            return Outcome(status="ok", median_us=1.0, samples_us=[1.0] * 3)
+        assert isinstance(request, PlanTrial)
+        us, check = time_of(request.plan), {"max_rel_err": 1e-3, "tolerance": 6e-3}
+        extra = {"timed": "graph", "kept_bytes": 1, "call_bytes": 100}
+        return Outcome(status="ok", median_us=us, samples_us=[us] * 3, check=check, extra=extra)
+
+    def plans(self) -> list[Plan]:
+        return [request.plan for request in self.measured if isinstance(request, PlanTrial)]
+
+
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUpCrew]:
+    made_up = MadeUpCrew()
+    monkeypatch.setattr(tuner, "Crew", made_up)
+    monkeypatch.setattr(tuner, "require_compiler", lambda device: None)
+    yield made_up
+
+
+Tune = Callable[..., TuneReport]
+
+
+@pytest.fixture
+def tune(crew: MadeUpCrew, tmp_path: Path) -> Tune:
+    """The tuner with one trial a stage."""
+
+    def tune(*workloads: Workload, device: Any = H200, **options: Any) -> TuneReport:
+        return tuner.tune(workloads, device, **{"db_dir": tmp_path, "budget": 1, **options})
+
+    return tune
+
+
+def screened(events: list[Any]) -> list[tuple[str, int]]:
+    return [(e.geometry.pipeline, e.geometry.BT) for e in events if isinstance(e, GeometryScreened)]
+
+
+def test_only_the_pipeline_is_screened_tuned_and_competes(tune: Tune, crew: MadeUpCrew) -> None:
+    events: list[Any] = []
+    (report,) = tune(FORWARD, pipeline="staged", on_event=events.append).workloads
+    assert not report.failure and report.entry is not None
+    assert set(screened(events)) == {("staged", BT) for BT in plan_search.BT_CHOICES}
+    assert {e.stage for e in events if isinstance(e, StageStarted)} == set(STAGED)
+    assert {plan.pipeline for plan in crew.plans()} == {"staged"}
+    events.clear()
+    (free,) = tune(FORWARD, on_event=events.append).workloads
+    assert {"staged", "prep_recurrence", "prep_segments_16"} <= {name for name, _ in screened(events)}
+    assert free.entry is not None and free.entry.plan["pipeline"] == "prep_recurrence"
+
+
+def test_the_gain_is_over_the_default_of_the_pipeline(tune: Tune) -> None:
+    (report,) = tune(FORWARD, pipeline="staged").workloads
+    default = default_plan(FORWARD.problem(), H200, pipeline="staged")
+    assert (default.pipeline, default.BT) == ("staged", 64) and report.default == default == report.plans[0].plan
+    shortest = min(plan_search.BT_CHOICES)
+    assert report.entry is not None and report.entry.plan["pipeline"] == "staged"
+    assert (report.entry.plan["BT"], report.entry.vs_default.ratio) == (shortest, 64 / shortest)
+    assert report.entry.provenance["pipeline"] == "staged"
+    (free,) = tune(FORWARD).workloads
+    assert free.default == default_plan(FORWARD.problem(), H200) != default
+    assert free.entry is not None and "pipeline" not in free.entry.provenance
+
+
+def test_a_backward_pipeline_may_keep_results(tune: Tune) -> None:
+    (report,) = tune(BACKWARD, pipeline="staged_backward", objective="time").workloads
+    assert report.entry is not None and report.entry.plan["kept"]
+    assert {result.plan.pipeline for result in report.plans} == {"staged_backward"}
+
+
+def test_a_stored_plan_is_served_before_the_packaged_one(tune: Tune, tmp_path: Path) -> None:
+    (report,) = tune(FORWARD, pipeline="staged").workloads
+    assert report.entry is not None and db.validate(tmp_path) == []
+    shipped = resolve(FORWARD.problem(), H200, db.sources())
+    assert shipped.plan is not None and (shipped.source, shipped.plan.pipeline != "staged") == ("packaged", True)
+    with db.use(tmp_path):
+        choice = resolve(FORWARD.problem(), H200, db.sources())
+    assert choice.plan is not None and choice.plan.as_dict() == report.entry.plan
+    assert (choice.step, choice.source, choice.plan.pipeline) == ("exact bucket", "overlay", "staged")
+
+
+def test_the_journal_is_shared_and_contests_are_not(tune: Tune, crew: MadeUpCrew, tmp_path: Path) -> None:
+    tune(FORWARD)
+    before = len(crew.measured)
+    (report,) = tune(FORWARD, pipeline="staged").workloads
+    assert report.entry is not None and report.entry.plan["pipeline"] == "staged"
+    assert len(crew.measured) > before
+    plans = crew.plans()
+    assert len(plans) == len(set(plans))  # what both screened was measured once
+    once = len(crew.measured)
+    for pipeline, winner in ((None, "prep_recurrence"), ("staged", "staged")):
+        (again,) = tune(FORWARD, pipeline=pipeline).workloads
+        assert again.entry is not None and again.entry.plan["pipeline"] == winner
+    assert len(crew.measured) == once
+    (journal,) = tmp_path.glob("*/chunk_kda_fwd.trials.jsonl")
+    contests = [t.config["entrants"] for t in Journal(journal).trials() if t.study.endswith("/plans/contest")]
+    assert len(contests) == 2 and {plan["pipeline"] for plan in contests[1]} == {"staged"}
+
+
+def test_a_stage_is_tuned_in_the_pipeline(tune: Tune) -> None:
+    for pipeline in (None, "prep_recurrence", "prep_segments_8"):
+        (report,) = tune(FORWARD, stage="fwd_prep", pipeline=pipeline).workloads
+        assert [s.geometry.pipeline for s in report.stages] == [pipeline or "prep_recurrence"] and report.entry is None
+    ungated = replace(BACKWARD, gate="log")
+    (report,) = tune(ungated, stage="bwd_reduce", pipeline="staged_backward").workloads
+    assert "staged_backward does not run 'bwd_reduce' for backward" in report.failure
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pipeline": "nope"}, "no pipeline 'nope': choose one of staged, prep_recurrence"),
+        ({"pipeline": "prep_scan"}, "backward pass, but forward is .* forward pass: pass backward workloads .*staged"),
+        ({"pipeline": "staged", "stage": "fwd_prep"}, "staged has no stage 'fwd_prep': choose one of fwd_gate"),
+        ({"pipeline": "staged", "stage": "fwd_nope"}, "there is no stage 'fwd_nope'"),
+    ],
+)
+def test_impossible_requests_are_refused(
+    tune: Tune, crew: MadeUpCrew, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        tune(FORWARD, **change)
+    assert not crew.measured and not list(tmp_path.iterdir())
+
+
+def test_one_workload_of_the_other_pass_is_enough(tune: Tune, crew: MadeUpCrew) -> None:
+    with pytest.raises(InputError, match="staged is .* forward pass, but backward is .* backward pass"):
+        tune(FORWARD, BACKWARD, pipeline="staged")
+    assert not crew.measured
+
+
+@pytest.mark.parametrize("stage", (None, "fwd_prep"))
+def test_what_the_pipeline_rejects_fails_in_its_words(tune: Tune, crew: MadeUpCrew, stage: str | None) -> None:
+    single = replace(FORWARD, name="single", dtype="fp32")
+    first, second = tune(single, FORWARD, pipeline="prep_recurrence", stage=stage).workloads
+    assert "prep_recurrence does not run" in first.failure and "fp32 operands are refused" in first.failure
+    assert not second.failure and (second.stages if stage else second.entry)
+    (report,) = tune(FORWARD, pipeline="prep_recurrence", stage=stage, device=cpu_device()).workloads
+    assert "instructions of sm_90" in report.failure and report.entry is None
