@@ -24,6 +24,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if note:
         terminal.note(note)
     workloads = choose_workloads(args.workload, device.kind)[: None if args.workload else 1]
+    stages = _choose_stages(args, workloads)
     results: dict[str, Sequence[Compiled]] = {}
     done: Counter[str] = Counter()
     told = time.monotonic()
@@ -38,7 +39,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
     for workload in workloads:
         terminal.note(f"Compiling for {device.slug} ({device.arch}): {workload.name}")
-        stages = [args.stage] if args.stage else None
         results[workload.name] = compile_static(
             workload, device, stages=stages, budget=args.budget, jobs=args.jobs, on_compiled=count
         )
@@ -51,6 +51,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.show(values, *_tables(results))
     some = all(any(c.status == "ok" for c in found) for found in results.values())
     return ExitCode.OK if some else ExitCode.NOTHING_VALID
+
+
+def _choose_stages(args: argparse.Namespace, workloads: Sequence[Any]) -> list[str] | None:
+    """The stage that was named, or those of the pipeline that was; None for all."""
+    if args.pipeline is not None:
+        from kda_tl.plan_search import require_pipeline
+
+        pipeline = require_pipeline(args.pipeline, workloads, args.stage)
+        return [args.stage] if args.stage else [stage.name for stage in pipeline.stages]
+    return [args.stage] if args.stage else None
 
 
 def _tables(results: dict[str, Sequence[Compiled]]) -> Iterator[Any]:

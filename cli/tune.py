@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stage", metavar="NAME", help="only this stage, at the default chunk sizes; stores no plan")
     parser.add_argument(
+        "--pipeline",
+        metavar="NAME",
+        help="only this pipeline, against its own default plan; what wins is stored even where another is faster: pass"
+        " a --db of its own",
+    )
+    parser.add_argument(
         "--objective",
         metavar="WHAT",
         help="a backward may begin with results that the forward keeps in memory: if that is faster (time), if it saves"
@@ -64,6 +70,10 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
     require_stage(args.stage)
     device = find_here(args.gpu, args, static=True)
     workloads = choose_workloads(args.workload, device.kind)
+    if args.pipeline is not None:
+        from kda_tl.plan_search import require_pipeline
+
+        require_pipeline(args.pipeline, workloads, args.stage)
     directory = _make_directory(args.db)
     if args.stale:
         workloads = _keep_stale(workloads, device, terminal)
@@ -71,7 +81,10 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
             terminal.show({"workloads": []}, f"No stored plan of these workloads on {device.slug} is stale.")
             return ExitCode.OK
     count = "1 workload" if len(workloads) == 1 else f"{len(workloads)} workloads"
-    terminal.note(f"Tuning {device.slug} ({device.arch}) for {count}. Ctrl-C stops, no trial is lost.")
+    what = device.slug if args.pipeline is None else f"{args.pipeline} on {device.slug}"
+    terminal.note(f"Tuning {what} ({device.arch}) for {count}. Ctrl-C stops, no trial is lost.")
+    if args.pipeline is not None and args.stage is None and args.db is None:
+        terminal.note(f"Calls will run its plans even where others are faster: without --db they go into {directory}.")
     report = _tune(args, terminal, workloads, device, directory)
     from kda_tl.cli import _tuned
 
@@ -98,6 +111,7 @@ def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: 
             workloads,
             device,
             stage=args.stage,
+            pipeline=args.pipeline,
             budget=args.budget or tuner.DEFAULT_BUDGET,
             objective=args.objective or tuner.DEFAULT_OBJECTIVE,
             timeout_s=args.timeout or (CPU_TIMEOUT_S if device.kind == "cpu" else None),

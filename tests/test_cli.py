@@ -11,7 +11,7 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,11 @@ def test_version(run: Run) -> None:
         ("tune --gpu cpu --workload nope", "unknown workload nope"),
         ("tune --gpu cpu --stage fwd_nope", "there is no stage 'fwd_nope'"),
         ("tune --gpu h100 --static --stage fwd_nope", "there is no stage 'fwd_nope'"),
+        ("tune --gpu cpu --pipeline nope", "there is no pipeline 'nope'"),
+        ("tune --gpu cpu --pipeline staged_backward", "staged_backward is a pipeline of the backward pass"),
+        ("tune --gpu cpu --pipeline staged --stage fwd_prep", "staged has no stage 'fwd_prep'"),
+        ("tune --gpu h100 --static --pipeline nope", "there is no pipeline 'nope'"),
+        ("tune --gpu cpu --static --pipeline prep_recurrence", "its products are instructions of sm_90"),
         ("bench --gpu cpu --workload nope", "unknown workload nope"),
         ("bench --gpu cpu --rounds 0", "at least 1"),
         ("bench --gpu cpu --json /nowhere/file.json", "cannot write /nowhere/file.json"),
@@ -437,9 +442,40 @@ def test_tune_stops_with_the_command_to_go_on(run: Run, tuner: Any) -> None:
         raise KeyboardInterrupt
 
     tuner(interrupt)
-    code, out, err = run("tune", "--gpu", "cpu", "--budget", "9")
+    code, out, err = run("tune", "--gpu", "cpu", "--budget", "9", "--pipeline", "staged")
     assert (code, out) == (130, "")
-    assert "go on with: kda-tl tune --gpu cpu --budget 9" in err
+    assert "go on with: kda-tl tune --gpu cpu --budget 9 --pipeline staged" in err
+
+
+def test_tune_of_one_pipeline_says_where_its_plans_go(run: Run, tuner: Any, own_database: Path, tmp_path: Path) -> None:
+    seen = tuner(lambda directory: [make_report()])
+    _, _, err = run("tune", "--gpu", "cpu", "--pipeline", "staged")
+    assert seen["pipeline"] == "staged"
+    assert (
+        "Tuning staged on cpu" in err
+        and f"even where others are faster: without --db they go into {own_database}" in err
+    )
+    _, _, err = run("tune", "--gpu", "cpu", "--pipeline", "staged", "--db", tmp_path / "staged")
+    assert "Tuning staged on cpu" in err and "others are faster" not in err
+    _, _, err = run("tune", "--gpu", "cpu")
+    assert seen["pipeline"] is None and "Tuning cpu" in err and "others are faster" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ((), None),
+        (("--pipeline", "prep_recurrence"), ["fwd_prep", "fwd_recurrence"]),
+        (("--pipeline", "prep_recurrence", "--stage", "fwd_prep"), ["fwd_prep"]),
+    ],
+)
+def test_static_compiles_the_stages_of_one_pipeline(
+    run: Run, options: Sequence[str], stages: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("kda_tl.cli._static.compile_static", lambda *_, **more: asked.append(more["stages"]) or ())
+    run("tune", "--gpu", "h200", "--static", *options)
+    assert asked == [stages]
 
 
 def test_tune_is_stopped_by_the_terminal(own_database: Path) -> None:
