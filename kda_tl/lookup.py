@@ -8,7 +8,8 @@ The order (step 0, an override, and steps 4 and 5, default and reference, belong
 
 Steps are outermost: a plan measured for this bucket beats a near one of an earlier source. Within 2 and 3 all sources
 compete, the shortest distance wins, and ties go to the earlier source. In 2 and 3 the entry must have beaten its own
-default by 3 %. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x off the optimum on A4000 and A6000.
+default by 3 %, and not only that of one pipeline tuned alone. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x
+off the optimum on A4000 and A6000.
 """
 
 from __future__ import annotations
@@ -214,9 +215,9 @@ class Hit(NamedTuple):
             if theirs != ours
         ]
         text += " for " + (", ".join(axes) or "this bucket")
-        return (
-            f"{self.step} in the {self.source} database: {text}; {self.entry.vs_default.ratio:.2f}x the default there."
-        )
+        ratio, only = self.entry.vs_default.ratio, self.entry.provenance.get("pipeline")
+        default = "default" if only is None else f"default of {only}"
+        return f"{self.step} in the {self.source} database: {text}; {ratio:.2f}x the {default} there."
 
 
 def lookup(
@@ -293,6 +294,7 @@ def _nearest(
         for entry in file.by_semantic.get(key.semantic, ())
         if (distance := measure_distance(key, entry.key)) is not None
         and entry.vs_default.ratio >= MIN_RATIO
+        and "pipeline" not in entry.provenance  # others were not tried, the ratio says nothing of them
         and numerics in (None, entry.numerics)
     ]
     # sorted() is stable: ties keep the order of the sources.

@@ -140,7 +140,7 @@ class Entry:
         plan: as written by :meth:`kda_tl.stage.Plan.as_dict`; treat it as read-only.
         numerics: numerics class: plans of one class give the same bits.
         time_us: its duration.
-        vs_default: its gain.
+        vs_default: its gain; over the default of the pipeline that ``provenance`` names, if it names one.
         check: its error.
         templates: stage name -> SHA-256 of the template's source and space when it was measured.
         provenance: where, when and with which versions; see :func:`kda_tl.db.provenance`.

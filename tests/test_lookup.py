@@ -94,6 +94,16 @@ def test_near_entries_must_beat_their_default_by_three_percent(tmp_path: Path) -
     assert find(make_key(8), H100, weak) == ("same architecture", "test", make_key(8))
 
 
+def test_plans_of_a_pipeline_tuned_alone_serve_their_own_bucket(tmp_path: Path) -> None:
+    entry = make_entry(make_key(8))
+    alone = replace(entry, provenance={**entry.provenance, "pipeline": "staged"})
+    database = make_database(tmp_path, H200, alone)
+    assert find(make_key(8), H200, database) == ("exact bucket", "test", make_key(8))
+    assert find(make_key(16), H200, database) is None and find(make_key(8), H100, database) is None
+    hit = lookup(make_key(8), H200, [database], operator="chunk_kda", direction="fwd")
+    assert hit is not None and "1.21x the default of staged there" in hit.reason
+
+
 def test_only_gpus_of_the_architecture_and_size(tmp_path: Path) -> None:
     entry = make_entry(make_key())
     loaded = make_database(tmp_path, H200, entry)
