@@ -452,7 +452,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     width = {"bf16": 2, "fp16": 2, "fp32": 4}
     chunks, tokens = sizes["NT"] * p.HV, sizes["tokens"]
     io = width[p.dtype]
-    own = tokens * (2 * p.H * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
+    own = tokens * ((p.H + p.HV) * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
     read = chunks * p.V * (2 * p.KP + BT) * io + tokens * 2 * p.HV * p.V * io
     products = BT * (2 * p.V * BT + 3 * p.V * p.KP + 4 * BT * p.KP // 2)
     return Cost(bytes=2 * own + read + chunks * 4 * (1 + p.KP), flops=chunks * 2 * products)
