@@ -21,6 +21,13 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items() if name != "
 # exp2 and division as single instructions (2 ulp): far below the rounding of the io dtype, see stage tolerances
 _CUDA_PASS_CONFIGS = {"tl.enable_fast_math": True}
 
+# The C target's header includes half.hpp, which takes g++ 0.7 of a kernel's 1.0 s; kernels there are fp32 and need no
+# more than the type's name. TileLang 0.1.15 splits flags at spaces and keeps them in its cache's key, so this is no file.
+_CPU_FLAGS = [
+    "-DHALF_HALF_HPP",  # its include guard
+    "-Dhalf_float=half_float_t=float;namespace/**/half_float{class/**/half;}using/**/half_float",  # after a "using"
+]
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -181,6 +188,7 @@ def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
             target=case.device.target,
             execution_backend="cython" if cpu else "auto",
             pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes},
+            compile_flags=_CPU_FLAGS if cpu else None,
         )
     except Exception as error:  # TileLang raises whatever its passes, TVM or the compiler's wrapper raise
         last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
