@@ -37,18 +37,21 @@ from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.kernel import Kernel
-from kda_tl.problem import BETAS, GATES, Problem
+from kda_tl.problem import GATES, Problem
 from kda_tl.reference import relative_error
 
 CPU = cpu_device()
 # fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each
 TOLERANCE = {"fp32": 2e-4, "bf16": 6e-3, "fp16": 2e-3}
 BARE = {"initial_state": False, "final_state": False, "l2norm": False}
+LOG: dict[str, Any] = {"gate": "log", "has_A_log": False, "has_dt_bias": False}
+# One of each gate, of the run's seed; kernels take seconds, so tests that draw lengths and values share them
+DRAWN = {gate: draw_problem(random_of_run(gate), gate=gate, **KDA) for gate in GATES}
 KEPT = {
-    "safe": SMALL,
-    "softplus GVA": replace(SMALL, gate="softplus", H=2, HV=4, K=60, state_v_first=True, final_state=False),
-    "log bare": replace(SMALL, gate="log", has_A_log=False, has_dt_bias=False, beta="plain", **BARE),
-    "log bf16": replace(SMALL, gate="log", has_A_log=False, has_dt_bias=False, dtype="bf16", initial_state=False),
+    "all": SMALL,
+    "bare": replace(SMALL, **LOG, beta="plain", **BARE),
+    "softplus": DRAWN["softplus"],
+    "log bf16": replace(DRAWN["log"], dtype="bf16"),
 }
 
 pytestmark = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
@@ -127,16 +130,15 @@ def test_batches(seed: int) -> None:
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
 def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
-    """Dtypes of a gate share the problem that is drawn, and so their kernels, which are fp32 on the CPU target."""
-    problem = draw_problem(random_of_run(gate), gate=gate, **KDA)
+    """Dtypes share kernels, which are fp32 on the CPU target."""
     rng = random.Random(seed)
-    problem = replace(problem, dtype=dtype, g_dtype=rng.choice(("fp32", dtype)))
+    problem = replace(DRAWN[gate], dtype=dtype, g_dtype=rng.choice(("fp32", dtype)))
     assert_right(draw_call(problem, draw_lengths(rng), seed))
 
 
 @pytest.mark.parametrize("chunk_size", (16, 32, 64))
 def test_chunk_sizes(chunk_size: int, seed: int) -> None:
-    assert_right(draw_call(replace(SMALL, state_v_first=True), (20, 0, 1, 70), seed), chunk_size=chunk_size)
+    assert_right(draw_call(SMALL, (20, 0, 1, 70), seed), chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed")])
@@ -153,43 +155,14 @@ def test_gates_at_their_limits(kind: str, seed: int) -> None:
         assert grad is None or grad.isfinite().all()
 
 
-@settings(max_examples=4)  # 16 kernels each
+@settings(max_examples=8)
 @given(
-    heads=st.sampled_from(((1, 1), (1, 3), (2, 4))),
-    dims=st.sampled_from(((16, 16), (32, 60), (60, 32), (100, 16))),
-    gate=st.sampled_from(("log", "softplus", "safe", "safe without A_log")),
-    flags=st.fixed_dictionaries(
-        {name: st.booleans() for name in ("l2norm", "initial_state", "final_state", "state_v_first")}
-    ),
-    beta=st.sampled_from(BETAS),
+    problem=st.sampled_from((*DRAWN.values(), draw_problem(random_of_run("fourth"), **KDA))),
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4).filter(any),
     seed=st.integers(0, 2**31),
 )
-def test_drawn_problems(
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    gate: str,
-    flags: dict[str, bool],
-    beta: str,
-    lengths: list[int],
-    seed: int,
-) -> None:
-    """Whatever hypothesis thinks of; a failure is shrunk and printed as code that repeats it."""
-    (H, HV), (K, V), gated = heads, dims, gate != "log"
-    name, _, without = gate.partition(" ")
-    problem = Problem(
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        tokens=0,
-        dtype="fp32",
-        gate=name,
-        has_A_log=gated and not without,
-        has_dt_bias=gated and seed % 2 == 0,
-        beta=beta,
-        **flags,
-    )
+def test_drawn_problems(problem: Problem, lengths: list[int], seed: int) -> None:
+    """Whatever lengths hypothesis thinks of; a failure is shrunk and printed as code that repeats it."""
     assert_right(draw_call(problem, lengths, seed))
 
 
