@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items() if name != "
 _CUDA_PASS_CONFIGS = {"tl.enable_fast_math": True}
 
 # The C target's header includes half.hpp, which takes g++ 0.7 of a kernel's 1.0 s; kernels there are fp32 and need no
-# more than the type's name. TileLang 0.1.15 splits flags at spaces and keeps them in its cache's key, so this is no file.
+# more than the type's name. TileLang 0.1.15 splits flags at spaces and has them in its cache's key, so this is no file.
 _CPU_FLAGS = [
     "-DHALF_HALF_HPP",  # its include guard
     "-Dhalf_float=half_float_t=float;namespace/**/half_float{class/**/half;}using/**/half_float",  # after a "using"
@@ -89,7 +90,11 @@ class Kernel:
             for tensors in (stage.inputs, stage.outputs)
             for name, text in tensors.items()
         )
-        self.function = _host_function(jit)
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """Linked when first asked for, by a compiler: processes that compile for others never launch."""
+        return _host_function(self.jit)
 
     @property
     def source(self) -> str:
