@@ -233,11 +233,11 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
         start: the first token.
         count: of tokens.
         i_hv: the value head.
-        written: gradients of q and of k, or its value heads' parts of them.
+        written: gradients of q and of k, or the value heads' parts of them. Not unpacked: in a macro a tensor gets
+            a new name, here that of another parameter, whose shape launches would check (TileLang 0.1.15).
     """
-    dq, dk = written
     R, KP = row_sum.shape
-    done = T.alloc_shared((R, KP + PAD), dq.dtype)
+    done = T.alloc_shared((R, KP + PAD), rows.dtype)
     for r, c in T.Parallel(R, KP):
         up = T.exp2(above[token_of(r), c])
         down = T.exp2(-above[token_of(r), c])
@@ -250,14 +250,14 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
         else:
             row_sum[r, c] = found
     for r, c in T.Parallel(R, KP):
-        done[r, c] = T.cast(row_sum[r, c], dq.dtype)
+        done[r, c] = T.cast(row_sum[r, c], rows.dtype)
     T.sync_threads()
     for r, c in T.Parallel(R, KP):
         if token_of(r) < count:
             if is_key(r) == 0:
-                dq[start + token_of(r), i_hv, c] = done[r, c]
+                written[0][start + token_of(r), i_hv, c] = done[r, c]
             else:
-                dk[start + token_of(r), i_hv, c] = done[r, c]
+                written[1][start + token_of(r), i_hv, c] = done[r, c]
 
 
 @T.macro
@@ -272,14 +272,14 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
         at: chunk, head, value head, first token and number of tokens.
         factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
         sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
-            memory, what kg adds to the last row of dG in registers, and the gradients of q and k; written. Of dG, the
-            keys' part is then 0 and the rows' part all.
+            memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`put_gradients`. Of dG,
+            the keys' part is then 0 and the rows' part all.
         threads: of the block.
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
     i_t, i_h, i_hv, start, count = at
     factor, pairs, unit, slope, scale = factors
-    G, last, dG, keys, of_q, of_k, of_keys, dq, dk = sums
+    G, last, dG, keys, of_q, of_k, of_keys, written = sums
     K, V = gate.p.K, gate.p.V
     lanes = min(of_keys.shape[0], threads // K)
     thread = T.get_thread_binding()
@@ -349,7 +349,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
             if i < count:
                 for n in T.serial(K):
                     unit_q = read_row(q, start, count, i, i_h, n, K) * rstd
-                    dq[start + i, i_hv, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), dq.dtype)
+                    written[0][start + i, i_hv, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), keys.dtype)
         else:
             rstd_k = factor[row_of_q(i) + BC] if gate.p.l2norm else 1.0
             if gate.p.l2norm:
@@ -358,7 +358,7 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
             if i < count:
                 for n in T.serial(K):
                     unit_k = read_row(k, start, count, i, i_h, n, K) * rstd_k
-                    dk[start + i, i_hv, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), dk.dtype)
+                    written[1][start + i, i_hv, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), keys.dtype)
     T.sync_threads()
     for i, j in T.Parallel(BT, K):
         of_k[i, j] = 0.0

@@ -412,7 +412,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                         (q, k, g, dt_bias, values, states, d_o, dv, dstates),
                         (i_t, i_h, i_hv, start, count),
                         (factor, pairs, unit[0], slope[0], scale),
-                        (above, last, dG_row, keys, grown, of_key, of_keys, *written),
+                        (above, last, dG_row, keys, grown, of_key, of_keys, written),
                         config.threads,
                     )
 

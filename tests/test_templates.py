@@ -213,7 +213,7 @@ def test_cpu_kernels_equal_recurrence_at_the_limits(kind: str, seed: int) -> Non
 H200 = known_device("nvidia_h200")
 SETUPS = {
     "K128-V128-bf16-safe": {"K": 128, "V": 128, "dtype": "bf16", "gate": "safe", "HV": 2},
-    "K128-V128-bf16-softplus": {"K": 128, "V": 128, "dtype": "bf16", "gate": "softplus", "HV": 2},
+    "K128-V128-bf16-softplus": {"K": 128, "V": 128, "dtype": "bf16", "gate": "softplus", "intermediate_states": True},
     "K60-V100-fp16-softplus": {"K": 60, "V": 100, "dtype": "fp16", "gate": "softplus", "state_v_first": True},
     "K128-V128-bf16-softplus-scalar-r2": {
         "K": 128,
@@ -279,6 +279,18 @@ def test_only_hoppers_stages_refuse_problems(stage: Stage) -> None:
     cases = map(hopper_case, SETUPS)
     refused = [case.problem.key for case in cases if stage.default(case).reject(case)]
     assert len(refused) < len(SETUPS) if stage in HOPPER_ONLY else not refused, refused
+
+
+@stages
+def test_parameters_of_one_name_have_one_shape(stage: Stage) -> None:
+    """A macro gives its tensors new names, the same to several; a launch then checks the shapes of one for all."""
+    case = hopper_case("K128-V128-bf16-softplus")
+    function = stage.build(case, stage.default(case))
+    tensors = [function.buffer_map[handle] for handle in function.params if handle in function.buffer_map]
+    shapes: dict[str, set[str]] = {}
+    for tensor in tensors:
+        shapes.setdefault(tensor.name, set()).add(str(tensor.shape))
+    assert shapes and all(len(found) == 1 for found in shapes.values()), shapes
 
 
 @needs_compiler
