@@ -38,8 +38,8 @@ class Workload:
         decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
         lengths: tokens of each packed sequence; empty for a dense batch.
         direction: "fwd", or "bwd" for the gradients of the same call.
-        tags: groups it belongs to: "tune", "bench", "cpu"; "forward" and "small" to compare with other
-            implementations; "train" and "train-cpu" for the backward.
+        tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
+            other implementations; "train" and "train-cpu" for the backward.
 
     Raises:
         InputError: a field is outside its range.
@@ -243,6 +243,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, gate="softplus", decay="slow", tags=("tune", "forward")
     ),
+    Workload(name="safe-T8192-H16-K256", T=8192, H=16, K=256, V=256, tags=("wide",)),
+    Workload(name="softplus-T8192-H16-K256", T=8192, H=16, K=256, V=256, gate="softplus", decay="slow", tags=("wide",)),
     Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
     Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
     *(

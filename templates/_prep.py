@@ -12,6 +12,7 @@ from kda_tl.templates._tile import RCP_LN2, beta_factor
 from kda_tl.templates.fwd_gate import FORGOTTEN
 
 BC = 16  # tokens a sub-chunk
+WARP_CHANNELS = 128  # of a sub-chunk that a warp has
 PART = 64  # channels whose pairs are taken exactly at once
 LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 OVERFLOW = 1e38  # of decays that may be infinite
@@ -151,6 +152,8 @@ def find_steepest(middle, total, steepest):
         half = T.min(middle[s, j], total[s, j] - middle[s, j])
         halves[s, j] = T.if_then_else(total[s, j] > -OVERFLOW, half, -OVERFLOW)
     T.reduce_min(halves, least, dim=1)
+    if KP > WARP_CHANNELS:  # warps meet in shared memory, which what follows may take
+        T.sync_threads()
     for s in T.Parallel(NB):
         steepest[s] = least[s]
 
@@ -196,6 +199,29 @@ def put_pairs(tile, first, left, both):
     for r, c in T.Parallel(rows, columns):
         if (r // (2 * BC) == c // BC) if columns > BC else (r >= 2 * BC):
             both[first * 2 * BC + r, left * BC + c] = tile[r, c]
+
+
+@T.macro
+def take_pairs(own, others, b_factor, both):
+    """Products to where their pairs belong, those of a sub-chunk with itself masked, L's with beta.
+
+    Args:
+        own: of sub-chunks with themselves: the first sub-chunk of the rows, the product.
+        others: of other pairs: the first sub-chunks of rows and of keys, the product.
+        b_factor: beta.
+        both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
+    """
+    for tile in [*(tile for _, tile in own), *(tile for _, _, tile in others)]:
+        T.warpgroup_fence_operand(tile, num_regs=tile.shape[1] // 2)
+    for first, tile in own:
+        for r, c in T.Parallel(*tile.shape):
+            step_size = b_factor[(first + r // (2 * BC)) * BC + r % BC]
+            above = T.if_then_else(r % BC >= c % BC, tile[r, c], 0.0)
+            tile[r, c] = T.if_then_else(r % (2 * BC) >= BC, tile[r, c] * step_size, above)
+    for first, tile in own:
+        put_pairs(tile, first, first, both)
+    for first, left, tile in others:
+        put_pairs(tile, first, left, both)
 
 
 @T.macro

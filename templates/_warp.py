@@ -107,40 +107,16 @@ def substitute(both, b_factor, rows, columns, inverse, c):
 
 
 @T.macro
-def invert(both, b_factor, rows, columns, inverse):
-    """What lies below the diagonal's blocks in (I + L)^-1 diag(beta), L strictly lower triangular of 64 rows.
-
-    For pairs of blocks of 16 rows, and then of 32,
-
-        [Ia 0; L Ib]^-1 = [Da 0; X Db],    X = -Db L Da
-
-    A warp takes the inner product transposed, Y^T = Da^T L^T: in the order in which its registers then hold Y, it is
-    the right operand of Db Y, so nothing goes through shared memory in between.
-
-    Args:
-        both: 16 rows of L lie below 16 of something else, and lack beta.
-        b_factor: beta.
-        rows: of the inverses of the blocks on the diagonal, in shared memory.
-        columns: of the same.
-        inverse: result, in shared memory.
-    """
+def _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer):
+    """Blocks of 16 rows: two warps a pair, each takes half of the columns of X."""
     BC, io = 16, inverse.dtype
-    below = T.alloc_shared((2 * BC, BC + 8), io)  # rows of X, and its columns, of both pairs
-    across = T.alloc_shared((2 * BC, BC + 8), io)
     thread = T.get_thread_binding()
     pair = thread // 64
     half = thread // 32 % 2
     g = thread % 32 // 4
     t = thread % 4 * 2
-    left = T.alloc_local((8,), io)
-    right = T.alloc_local((4,), io)
-    two = T.alloc_local((2,), "float32")
-    inner = T.alloc_local((16,), "float32")
-    outer = T.alloc_local((8,), "float32")
     T.clear(inner)
     T.clear(outer)
-
-    # blocks of 16: two warps a pair, each takes half of the columns of X
     _take_left(columns, pair * 2 * BC, 0, left)
     for n in T.unroll(2):
         r = pair * 2 * BC + BC + 8 * n + g
@@ -164,9 +140,16 @@ def invert(both, b_factor, rows, columns, inverse):
         for e in T.vectorized(2):
             inverse[pair * 2 * BC + BC + r, pair * 2 * BC + 8 * half + t + e] = T.cast(two[e], io)
 
-    T.sync_threads()
 
-    # blocks of 32: a warp takes 16 rows and 16 columns of X
+@T.macro
+def _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer):
+    """Blocks of 32 rows: a warp takes 16 rows and 16 columns of X."""
+    BC, io = 16, inverse.dtype
+    thread = T.get_thread_binding()
+    pair = thread // 64
+    half = thread // 32 % 2
+    g = thread % 32 // 4
+    t = thread % 4 * 2
     T.clear(inner)
     T.clear(outer)
     for n in T.unroll(2):  # 16 columns of L
@@ -199,3 +182,43 @@ def invert(both, b_factor, rows, columns, inverse):
                 two[e] = -outer[4 * h + 2 * n + e] * b_factor[c + e]
             for e in T.vectorized(2):
                 inverse[2 * BC + pair * BC + 8 * n + g, c + e] = T.cast(two[e], io)
+
+
+@T.macro
+def invert(both, b_factor, rows, columns, inverse, threads=128):
+    """What lies below the diagonal's blocks in (I + L)^-1 diag(beta), L strictly lower triangular of 64 rows, by the
+    first 128 threads.
+
+    For pairs of blocks of 16 rows, and then of 32,
+
+        [Ia 0; L Ib]^-1 = [Da 0; X Db],    X = -Db L Da
+
+    A warp takes the inner product transposed, Y^T = Da^T L^T: in the order in which its registers then hold Y, it is
+    the right operand of Db Y, so nothing goes through shared memory in between.
+
+    Args:
+        both: 16 rows of L lie below 16 of something else, and lack beta.
+        b_factor: beta.
+        rows: of the inverses of the blocks on the diagonal, in shared memory.
+        columns: of the same.
+        inverse: result, in shared memory.
+        threads: of the block.
+    """
+    BC, io = 16, inverse.dtype
+    below = T.alloc_shared((2 * BC, BC + 8), io)  # rows of X, and its columns, of both pairs
+    across = T.alloc_shared((2 * BC, BC + 8), io)
+    left = T.alloc_local((8,), io)
+    right = T.alloc_local((4,), io)
+    two = T.alloc_local((2,), "float32")
+    inner = T.alloc_local((16,), "float32")
+    outer = T.alloc_local((8,), "float32")
+    if threads == 128:
+        _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)
+        T.sync_threads()
+        _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)
+    else:
+        if T.get_thread_binding() < 128:
+            _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)
+        T.sync_threads()
+        if T.get_thread_binding() < 128:
+            _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)

@@ -45,11 +45,11 @@ from kda_tl.templates._prep import (
     is_wild,
     load_gates,
     load_rows,
-    put_pairs,
     put_queries,
     sum_gates,
     take_exactly,
     take_lone,
+    take_pairs,
     token_of,
 )
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
@@ -111,15 +111,17 @@ def reference(
     }
 
 
-THREADS = 128
+WARPGROUP = 128
+WIDTHS = (64, 128, 256)  # channels that kernels are written for
+RESERVED = 1024  # bytes of shared memory that CUDA takes of each block
 ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class FwdPrepConfig(Config):
-    """blocks: that share a multiprocessor's registers."""
+    """blocks: that share a multiprocessor's registers and shared memory."""
 
-    blocks: int = axis(3, 2, 3)
+    blocks: int = axis(3, 1, 2, 3)
 
     def reject(self, case: Case) -> str | None:
         """Hopper, one gate a channel, 16-bit operands whose range is that of fp32, and shared memory."""
@@ -132,11 +134,11 @@ class FwdPrepConfig(Config):
             return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
         if p.scalar_gate or p.rank > 1:
             return "it takes one gate a channel and one row a token"
-        if p.KP not in (64, 128):
-            return f"K={p.K} is not 64 or 128 channels, which its tiles are"
-        smem = self.smem_bytes(case)
-        if smem > case.device.smem_bytes:
-            return f"K={p.K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
+        if p.KP not in WIDTHS:
+            return f"K={p.K} is not {' or '.join(map(str, WIDTHS))} channels, which its tiles are"
+        needed, shared = self.blocks * (self.smem_bytes(case) + RESERVED), case.device.smem_bytes + RESERVED
+        if needed > shared:
+            return f"blocks={self.blocks} with K={p.K} need {needed} bytes of {shared} shared"
         return None
 
     def smem_bytes(self, case: Case) -> int:
@@ -153,8 +155,27 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     p, BT, BC = case.problem, case.BT, case.BC
     HV, K, KP, group = p.HV, p.K, p.KP, p.group
     NB, HALF, LOWER = BT // BC, BT // 2, BT + BT // 2
+    threads = max(KP, WARPGROUP)
+    wide = threads > WARPGROUP  # the warps of a sub-chunk are two, and warpgroups share what follows
     f32, io = "float32", "bfloat16"
     gate = Gate(p)
+
+    @T.macro
+    def multiply_later(rows, keys, own_2, next_2, second, third):
+        """Products of the later half of a chunk, from registers."""
+        later = T.alloc_fragment((BT, KP), io)
+        T.copy(rows[:BT, :], later)
+        T.wgmma_gemm(later, keys[0][2 * BC : 4 * BC, :], own_2, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(later, keys[1][BC : 3 * BC, :], next_2, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(later, keys[2][:, :], second, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(later, keys[3][:, :], third, transpose_B=True, clear_accum=True)
+
+    @T.macro
+    def multiply_first(rows, keys, own_0, next_0):
+        """Products of its first half."""
+        T.wgmma_gemm(rows[BT : 2 * BT, :], keys[0][: 2 * BC, :], own_0, transpose_B=True, clear_accum=True)
+        T.wgmma_gemm(rows[BT : 2 * BT, :], keys[1][:BC, :], next_0, transpose_B=True, clear_accum=True)
+
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     @T.prim_func
@@ -175,7 +196,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
         scale: T.float32,
         lower_bound: T.float32,
     ):
-        with T.Kernel(NT * HV, threads=THREADS) as i_block:
+        with T.Kernel(NT * HV, threads=threads) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
             # variables: written out in every address, a number of heads that is no power of two costs 660 instructions
             i_t = T.alloc_var("int32")
@@ -183,7 +204,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             i_t = NT - 1 - i_block // HV
             i_hv = i_block % HV
             i_h = i_hv // group
-            thread = T.get_thread_binding()  # a warp has the channels of one sub-chunk
+            thread = T.get_thread_binding()  # a warp has channels of one sub-chunk: all, or of 256 half
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
 
@@ -247,8 +268,13 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             for i in T.Parallel(BT):
                 b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
             if p.l2norm:
-                find_norms(rows, first_row(thread // 32), factor, scale)
-                T.sync_warp()
+                if wide:
+                    if thread < WARPGROUP:
+                        find_norms(rows, first_row(thread // 32), factor, scale)
+                    T.sync_threads()
+                else:
+                    find_norms(rows, first_row(thread // 32), factor, scale)
+                    T.sync_warp()
             else:
                 for r in T.Parallel(2 * BT):
                     factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
@@ -275,9 +301,9 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     for s, j in T.Parallel(NB, KP):
                         k_raw[r, s, j] = rows[first_row(s) + BC + part * ROWS_AT_ONCE + r, j]
                 for r in T.vectorized(ROWS_AT_ONCE):
-                    q_factor[r] = factor[thread // 32 * 2 * BC + part * ROWS_AT_ONCE + r]
+                    q_factor[r] = factor[thread // (threads // NB) * 2 * BC + part * ROWS_AT_ONCE + r]
                 for r in T.vectorized(ROWS_AT_ONCE):
-                    k_factor[r] = factor[thread // 32 * 2 * BC + BC + part * ROWS_AT_ONCE + r]
+                    k_factor[r] = factor[thread // (threads // NB) * 2 * BC + BC + part * ROWS_AT_ONCE + r]
                 for r in T.unroll(ROWS_AT_ONCE):
                     i = part * ROWS_AT_ONCE + r
                     for s, j in T.Parallel(NB, KP):
@@ -329,31 +355,27 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             next_2 = T.alloc_fragment((BT, 2 * BC), f32)
             second = T.alloc_fragment((BT, 2 * BC), f32)
             third = T.alloc_fragment((BT, BC), f32)
-            later = T.alloc_fragment((BT, KP), io)
             T.fence_proxy_async()
             T.sync_threads()
-            T.copy(rows[:BT, :], later)
-            T.wgmma_gemm(later, keys[0][2 * BC : 4 * BC, :], own_2, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(later, keys[1][BC : 3 * BC, :], next_2, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(later, keys[2][:, :], second, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(later, keys[3][:, :], third, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(rows[BT : 2 * BT, :], keys[0][: 2 * BC, :], own_0, transpose_B=True, clear_accum=True)
-            T.wgmma_gemm(rows[BT : 2 * BT, :], keys[1][:BC, :], next_0, transpose_B=True, clear_accum=True)
-            T.wait_wgmma(0)
-            T.sync_threads()
-            for tile in [own_0, own_2, next_0, next_2, second, third]:
-                T.warpgroup_fence_operand(tile, num_regs=tile.shape[1] // 2)
-            for first, tile in [(0, own_0), (2, own_2)]:
-                for r, c in T.Parallel(BT, 2 * BC):
-                    step_size = b_factor[(first + r // (2 * BC)) * BC + r % BC]
-                    above = T.if_then_else(r % BC >= c % BC, tile[r, c], 0.0)
-                    tile[r, c] = T.if_then_else(r % (2 * BC) >= BC, tile[r, c] * step_size, above)
-            put_pairs(own_0, 0, 0, both)
-            put_pairs(own_2, 2, 2, both)
-            put_pairs(next_0, 0, 0, both)
-            put_pairs(next_2, 2, 1, both)
-            put_pairs(second, 2, 0, both)
-            put_pairs(third, 2, 0, both)
+            if wide:
+                if thread < WARPGROUP:
+                    multiply_later(rows, keys, own_2, next_2, second, third)
+                    T.wait_wgmma(0)
+                else:
+                    multiply_first(rows, keys, own_0, next_0)
+                    T.wait_wgmma(0)
+                T.sync_threads()
+                if thread < WARPGROUP:
+                    take_pairs([(2, own_2)], [(2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+                else:
+                    take_pairs([(0, own_0)], [(0, 0, next_0)], b_factor, both)
+            else:
+                multiply_later(rows, keys, own_2, next_2, second, third)
+                multiply_first(rows, keys, own_0, next_0)
+                T.wait_wgmma(0)
+                T.sync_threads()
+                nearest = [(0, own_0), (2, own_2)]
+                take_pairs(nearest, [(0, 0, next_0), (2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
             T.sync_threads()
             if not p.bounded_gate:
                 if is_wild(wild):
@@ -371,10 +393,10 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             block_columns = T.alloc_shared((BT, BC + 8), io)
             if thread < BT:
                 substitute(both, b_factor, block_rows, block_columns, inverse, thread)
-            else:
+            elif not wide or thread < WARPGROUP:
                 put_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
             T.sync_threads()
-            invert(both, b_factor, block_rows, block_columns, inverse)
+            invert(both, b_factor, block_rows, block_columns, inverse, threads)
             T.sync_threads()
             for i, j in T.Parallel(LOWER, HALF):
                 A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]

@@ -83,11 +83,11 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
         return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
-    def load_state(state, h0, i_s, segments, i_h, v0):
+    def load_state(state, h0, i_s, segments, i_h, v0, k0):
         if p.initial_state:
             i_n = segments[i_s, 2]
             for i, j in T.Parallel(*state.shape):
-                state[i, j] = T.if_then_else(j < K, state_at(h0, i_n, i_h, j, v0 + i), 0.0)
+                state[i, j] = T.if_then_else(k0 + j < K, state_at(h0, i_n, i_h, k0 + j, v0 + i), 0.0)
         else:
             T.clear(state)
 
@@ -120,7 +120,8 @@ def default(case: Case) -> FwdRecurrenceConfig:
     """64 channels a block, 128 where all heads' blocks of 64 are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // 64) > case.device.num_sms
-    return prefer(case, FwdRecurrenceConfig(BV=128, early=False) if wide else FwdRecurrenceConfig())
+    configs = [FwdRecurrenceConfig(BV=128, early=early) for early in (False, True)] if wide else []
+    return prefer(case, *configs, FwdRecurrenceConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

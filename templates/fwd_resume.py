@@ -77,9 +77,9 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
     state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 
     @T.macro
-    def load_state(state, starts, i_s, segments, i_h, v0):
+    def load_state(state, starts, i_s, segments, i_h, v0, k0):
         for i, j in T.Parallel(*state.shape):
-            state[i, j] = starts[i_s, i_h, v0 + i, j]
+            state[i, j] = starts[i_s, i_h, v0 + i, k0 + j]
 
     recur = build_recurrence(case, config, load_state)
 

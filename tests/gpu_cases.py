@@ -80,8 +80,13 @@ WHOLE = {
     "prep-log-K64-V64-bare": SPECIALISED["bf16-log-K64-V64-bare"],
     "prep-safe-K100-V192": make(64, 2, 4, 100, 192, gate="safe", has_A_log=False, has_dt_bias=False, beta="sigmoid2"),
     "prep-log-K128-V64-H4": make(64, 4, 4, 128, 64, **LOG, g_dtype="fp32"),
+    "prep-softplus-K256-V128-GVA-vk": make(64, 2, 4, 256, 128, gate="softplus", state_v_first=True),
+    "prep-safe-K230-V256": make(64, 1, 1, 230, 256, gate="safe", has_dt_bias=False),
+    "prep-log-K256-V64-bare": make(
+        64, 2, 2, 256, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
 }
-CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items()}
+CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items() if made[1].K <= 128}
 HOPPER = WHOLE | CUT
 # And for the backward that only Hopper runs, beside those above that it takes
 SCANNED = {

@@ -31,6 +31,7 @@ from kda_tl.templates.pipelines import PIPELINES
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
 SOFTPLUS = replace(BF16, HV=2, gate="softplus", intermediate_states=True)
+WIDE, WIDE_STAGES = replace(SOFTPLUS, K=256), ("fwd_prep", "fwd_recurrence")  # other ways through these kernels
 PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
 
 
@@ -89,6 +90,7 @@ def all_launches(seed: int, names: Collection[str] = ()) -> list[Launch]:
     """Those of these stages, or of all, on every problem."""
     wanted = names or templates.names()
     work = [launch for problem in PROBLEMS for launch in launches(problem, seed, wanted)]
+    work += launches(WIDE, seed, [name for name in WIDE_STAGES if name in wanted])
     if missing := set(wanted) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     return work

@@ -66,6 +66,7 @@ LIMITED = (
     "prep-safe-K128-V128",
     "prep-softplus-K128-V128-GVA-vk",
     "prep-log-K128-V64-H4",
+    "prep-softplus-K256-V128-GVA-vk",
     "cut-safe-K128-V128",
     "cut-softplus-K128-V128-GVA-vk",
     "cut-log-K128-V64-H4",

@@ -223,6 +223,7 @@ SETUPS = {
         "scalar_gate": True,
         "rank": 2,
     },
+    "K230-V128-bf16-safe": {"K": 230, "V": 128, "dtype": "bf16", "gate": "safe"},
     "K256-V256-fp32-log": {"K": 256, "V": 256, "dtype": "fp32", "gate": "log", "HV": 2},
 }
 

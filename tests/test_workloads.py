@@ -115,7 +115,7 @@ def test_inputs_depend_on_the_seed_only() -> None:
 
 def test_a_tag_is_of_one_pass() -> None:
     passes = {tag: {w.problem().direction for w in tagged(tag)} for w in WORKLOADS for tag in w.tags}
-    forward = {tag: {"fwd"} for tag in ("tune", "bench", "forward", "small", "cpu")}
+    forward = {tag: {"fwd"} for tag in ("tune", "bench", "forward", "small", "wide", "cpu")}
     assert passes == {**forward, **{tag: {"bwd"} for tag in ("train", "training", "train-cpu")}}
 
 
