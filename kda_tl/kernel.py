@@ -192,7 +192,7 @@ def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
             stage.build(case, config),
             target=case.device.target,
             execution_backend="cython" if cpu else "auto",
-            pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes},
+            pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes(case)},
             compile_flags=_CPU_FLAGS if cpu else None,
         )
     except Exception as error:  # TileLang raises whatever its passes, TVM or the compiler's wrapper raise

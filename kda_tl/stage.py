@@ -167,6 +167,11 @@ class Cost:
     flops: int
 
 
+def no_passes(case: Case) -> dict[str, Any]:
+    """Of a kernel that needs no settings of its own."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One kernel launch in a pass.
@@ -184,7 +189,7 @@ class Stage:
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
         weightless: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
-        passes: settings of TileLang's passes that its CUDA kernel needs, beside everyone's.
+        passes: ``case -> settings`` of TileLang's passes that its CUDA kernel needs, beside everyone's.
     """
 
     name: str
@@ -198,7 +203,7 @@ class Stage:
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
     weightless: Mapping[str, float] = field(default_factory=dict)
-    passes: Mapping[str, Any] = field(default_factory=dict)
+    passes: Callable[[Case], Mapping[str, Any]] = no_passes
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

@@ -57,7 +57,8 @@ class Gate:
         """The integer nearest to x; the even one if the gate has no bound: then half of a distance is an integer too.
 
         Neighbouring anchors may lie 2 LIMIT apart, a power of two that fp32 and bf16 take for 0 while rows and keys on
-        either side of what decays steeply belong together: operands go half of the way, twice.
+        either side of what decays steeply belong together. Keys go by way of their sub-chunk's end, which is an
+        integer's distance, sums of gradients half of the way, twice.
         """
         return T.round(x) if self.p.bounded_gate else 2.0 * T.round(0.5 * x)
 
