@@ -67,6 +67,7 @@ $(READY): pyproject.toml
 	@$(INSTALL) '$(TORCH)'
 	@echo 'Installing kda-tl and its dependencies ($(EXTRAS))'
 	@$(INSTALL) -e '.[$(EXTRAS)]'
+	@$(BIN)/python -c 'import torch, tilelang'  # processes that begin side by side would each make their bytecode
 	@touch $@
 
 lint: setup

@@ -32,7 +32,7 @@ def run_python(*args: str, cwd: Path) -> str:
 
 
 def test_import_is_cheap(tmp_path: Path) -> None:
-    runs = [json.loads(run_python("-c", IMPORT, cwd=tmp_path)) for _ in range(3)]
+    runs = [json.loads(run_python("-c", IMPORT, cwd=tmp_path)) for _ in range(2)]
     assert not {"fla", "tilelang", "tvm", "optuna", "rich"} & set(runs[0]["modules"])
     assert min(run["seconds"] for run in runs) < IMPORT_BUDGET_S
 

@@ -418,7 +418,8 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
 def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
     monkeypatch.setattr(plan_search, "BC_CHOICES", (16,))
-    report = tuner.tune([BACKWARD, WORKLOAD], CPU, db_dir=tmp_path, budget=1, jobs=2)
+    backward = replace(BACKWARD, gate=WORKLOAD.gate)  # shares kernels with the forward
+    report = tuner.tune([backward, WORKLOAD], CPU, db_dir=tmp_path, budget=1, jobs=2)
     assert not any(found.failure for found in report.workloads) and db.validate(tmp_path) == []
     assert [path.name for path in report.journals] == ["chunk_kda_bwd.trials.jsonl", "chunk_kda_fwd.trials.jsonl"]
     (database,) = [db.Database.load(tmp_path, "test")]
@@ -431,10 +432,10 @@ def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.M
         assert {t.study.split("/")[1] for t in searched(journal)} == stages
         plans = [t for t in Journal(journal).trials() if t.study.endswith("/plans")]
         assert plans and {t.config["pipeline"] for t in plans} == {name}
-    backward = report.workloads[0].entry
-    assert backward is not None and 0 < backward.check.max_rel_err < backward.check.tolerance == 2e-4
+    entry = report.workloads[0].entry
+    assert entry is not None and 0 < entry.check.max_rel_err < entry.check.tolerance == 2e-4
     with kda_tl.use(tmp_path):
-        assert choose(BACKWARD.problem(), CPU).step == choose(WORKLOAD.problem(), CPU).step == "exact bucket"
+        assert choose(backward.problem(), CPU).step == choose(WORKLOAD.problem(), CPU).step == "exact bucket"
 
 
 def test_stages_that_a_problem_does_not_run_are_not_tuned(run: Run, tmp_path: Path) -> None:
