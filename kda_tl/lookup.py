@@ -7,9 +7,10 @@ The order (step 0, an override, and steps 4 and 5, default and reference, belong
 3. the nearest bucket, as in 2 or the very one, on a GPU of the same architecture with an SM count within 20 %.
 
 Steps are outermost: a plan measured for this bucket beats a near one of an earlier source. Within 2 and 3 all sources
-compete, the shortest distance wins, and ties go to the earlier source. In 2 and 3 the entry must have beaten its own
-default by 3 %, and not only that of one pipeline tuned alone. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x
-off the optimum on A4000 and A6000.
+compete, the shortest distance wins, and ties go to the earlier source. An entry counts by its distance, whatever won
+its contest: that the default is best near by is worth knowing, and what won far away is not. In 2 and 3 it must be of
+all pipelines, not of one tuned alone. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x off the optimum on A4000
+and A6000.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 MAX_RATIO = 4  # between two buckets of one axis: 2 doublings
 MAX_SM_DIFFERENCE = 0.2
-MIN_RATIO = 1.03
 EXACT, NEAREST, SAME_ARCH = "exact bucket", "nearest bucket", "same architecture"
 
 
@@ -293,7 +293,6 @@ def _nearest(
         for db, file in files
         for entry in file.by_semantic.get(key.semantic, ())
         if (distance := measure_distance(key, entry.key)) is not None
-        and entry.vs_default.ratio >= MIN_RATIO
         and "pipeline" not in entry.provenance  # others were not tried, the ratio says nothing of them
         and numerics in (None, entry.numerics)
     ]

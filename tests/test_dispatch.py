@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,16 @@ def test_what_is_too_far_is_not_used(tmp_path: Path) -> None:
     for device in (H20, L4, CPU):  # 78 SMs of 132; other architectures
         database = make_database(tmp_path / device.slug, make_entry(PROBLEM, plan), device=device)
         assert resolve(PROBLEM, H200, [database]).step == "default", device.slug
-    slow = make_database(tmp_path / "slow", make_entry(PROBLEM, plan, ratio=1.02, tokens_bucket=4096))
-    assert resolve(PROBLEM, H200, [slow]).step == "default", "not worth carrying over"
+
+
+def test_a_near_default_is_served_before_a_far_plan() -> None:
+    """Eight segments win for 8 heads and lose for 32: what won there says nothing here."""
+    packaged = Database.load(files("kda_tl.tuning_db"), "packaged")
+    untuned = replace(H200, slug="nvidia_h200_nvl")
+    for heads, tokens, device in ((24, 8192, H200), (32, 4096, H200), (32, 8192, untuned)):
+        problem = replace(PROBLEM, H=heads, HV=heads, tokens=tokens, longest=tokens)
+        plan = resolve(problem, device, [packaged]).plan
+        assert plan is not None and plan.pipeline == "prep_recurrence", (heads, tokens, device.slug)
 
 
 def test_resolve_is_pure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
