@@ -119,6 +119,15 @@ def rest_bytes(case: Case, *operands: tuple[int, int]) -> int:
     return 4 * sum(rows * columns for rows, columns in operands)
 
 
+def avoid_wgmma(case: Case) -> dict[str, Any]:
+    """Settings of TileLang's passes for a kernel that has a product with K rows.
+
+    Hopper's wgmma takes rows in groups of 64. TileLang 0.1.15 chooses it for every 16-bit product of 64 rows and more,
+    then stops at "No valid warp partition" where 64 does not divide them (K = 96, 160, 224). Such kernels use mma.
+    """
+    return {"tl.disable_wgmma": True} if case.problem.KP > 64 and case.problem.KP % 64 else {}
+
+
 def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
     """``T.Tensor`` annotation of a kernel parameter from the stage's own spec.
 

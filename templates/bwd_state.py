@@ -17,7 +17,7 @@ import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import split_chunks
-from kda_tl.templates._tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
+from kda_tl.templates._tile import FP32_TOLERANCE, Tile, annotate, avoid_wgmma, rest_bytes
 
 INPUTS = {
     "qg": "NT HV BT KP : io",
@@ -227,4 +227,5 @@ STAGE = Stage(
     cost=cost,
     # the gradient's copy, dv_new and the products' operands rounded to io a chunk; the recurrence contracts, as forward
     tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    passes=avoid_wgmma,
 )

@@ -14,7 +14,7 @@ import tilelang.language as T
 import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
-from kda_tl.templates._tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
+from kda_tl.templates._tile import FP32_TOLERANCE, Tile, annotate, avoid_wgmma, rest_bytes
 
 INPUTS = {
     "w": "NT HV BT KP : io",
@@ -199,4 +199,5 @@ STAGE = Stage(
     cost=cost,
     # state, v_new and both products' operands rounded to io a chunk; the recurrence contracts, so errors do not grow
     tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    passes=avoid_wgmma,
 )
