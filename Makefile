@@ -1,5 +1,6 @@
 # make tune    set up, then search kernels for this machine's CPU and call the operator with the plan found
 # make test    set up, then everything that CI checks
+# make test-all  the same with whole grids where make test draws from them: an hour and more
 # make help    the rest
 #
 # Needs: make, a C++ compiler, Python 3.10 or later with venv, and a package index that pip can reach.
@@ -26,11 +27,12 @@ INSTALL := $(PIP) install --no-compile
 # A process a core; the tests of a file share what they compile. Files in the order of tests/conftest.py.
 PYTEST_FLAGS ?= -n logical --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tune test lint types verify verify-cpu verify-h200 unit format clean
+.PHONY: help setup tune test test-all lint types verify verify-cpu verify-h200 unit format clean
 
 help:
 	@echo 'make tune    set up, then tune the CPU target'
 	@echo 'make test    set up, then lint, types, verify and unit'
+	@echo 'make test-all  the same with whole grids where make test draws from them'
 	@echo 'make setup   only the set-up, in $(VENV)'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy on an installed copy'
@@ -47,6 +49,9 @@ test: setup
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory -j types verify
 	@$(MAKE) --no-print-directory unit
+
+test-all:
+	@KDA_TL_TEST_ALL=1 $(MAKE) --no-print-directory test
 
 setup: $(READY)
 

@@ -1,0 +1,66 @@
+"""Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
+
+``make test`` draws three stages of one plan a pass; ``make test-all`` (KDA_TL_TEST_ALL=1) takes all stages, for every
+width of K and V as stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+from cases import draw_problem
+
+from kda_tl import templates
+from kda_tl.dispatch import default_plan
+from kda_tl.gpus import known_device
+from kda_tl.kernel import _CUDA_PASS_CONFIGS
+from kda_tl.problem import DTYPES, Problem
+from kda_tl.stage import Case, Config, Stage
+
+HOPPER = known_device("nvidia_h200")
+WIDTHS = range(32, 257, 32)
+WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
+ALL = os.environ.get("KDA_TL_TEST_ALL", "0") not in ("", "0")
+
+
+def lower(stage: Stage, case: Case, config: Config) -> str:
+    """The CUDA that TileLang generates; nvcc is not asked."""
+    import tilelang
+    from tilelang import tvm
+
+    target = tilelang.backend.target.determine_target(case.device.target, return_object=True)
+    passes = {**_CUDA_PASS_CONFIGS, **stage.passes(case)}
+    with tvm.transform.PassContext(opt_level=3, config=passes), target:
+        return str(tilelang.lower(stage.build(case, config), target=target).kernel_source)
+
+
+@pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
+@pytest.mark.parametrize("width", WIDTHS_BY_16)
+def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: random.Random) -> None:
+    stage = templates.load(name)
+    problem = draw_problem(rng, K=width - rng.randrange(32), V=rng.choice((64, 96)), dtype=rng.choice(("bf16", "fp16")))
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    assert "tl::mma_sync" in lower(stage, case, stage.default(case))
+
+
+def draw_widths() -> list[tuple[str, int, int]]:
+    """(pass, width of K, width of V) of the plans that are lowered; all of them are many minutes."""
+    if ALL:
+        return list(itertools.product(("fwd", "bwd"), WIDTHS, WIDTHS))
+    rng = random.Random(os.environ["KDA_TL_TEST_SEED"])
+    return [(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS)) for direction in ("fwd", "bwd")]
+
+
+@pytest.mark.parametrize(("direction", "width_k", "width_v"), draw_widths())
+def test_default_plans_lower(direction: str, width_k: int, width_v: int, rng: random.Random) -> None:
+    K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
+    gates: Problem = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), direction=direction)
+    problem = Problem(**{**vars(gates), "scalar_gate": False, "rank": 1})
+    plan = default_plan(problem, HOPPER)
+    case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
+    configs = {stage: plan.config(name) for name, _ in plan.stages if (stage := templates.load(name)).runs(problem)}
+    for stage in configs if ALL else rng.sample(list(configs), min(3, len(configs))):
+        assert "__global__" in lower(stage, case, configs[stage]), (problem.key, stage.name)
