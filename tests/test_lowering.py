@@ -1,6 +1,6 @@
 """Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
 
-``make test`` draws three stages of one plan a pass; ``make test-all`` (KDA_TL_TEST_ALL=1) takes all stages, for every
+``make test`` draws two stages of one plan a pass; ``make test-all`` (KDA_TL_TEST_ALL=1) takes all stages, for every
 width of K and V as stored.
 """
 
@@ -62,5 +62,5 @@ def test_default_plans_lower(direction: str, width_k: int, width_v: int, rng: ra
     plan = default_plan(problem, HOPPER)
     case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
     pairs = [(stage, config) for name, config in plan.stages if (stage := templates.load(name)).runs(problem)]
-    for stage, config in pairs if ALL else rng.sample(pairs, min(3, len(pairs))):
+    for stage, config in pairs if ALL else rng.sample(pairs, min(2, len(pairs))):
         assert "__global__" in lower(stage, case, config), (problem.key, stage.name)
