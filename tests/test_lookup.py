@@ -80,6 +80,8 @@ def test_semantic_fields_never_match_nearly(tmp_path: Path) -> None:
         {"gate": "softplus"},
         {"group": 2},
         {"varlen": True},
+        {"scalar_gate": True},
+        {"rank": 2},
     ]
     loaded = make_database(tmp_path, H200, *(make_entry(key._replace(**other)) for other in others))
     assert find(key, H200, loaded) is None and find(key, H100, loaded) is None
@@ -155,7 +157,7 @@ def test_lookup_against_brute_force(tmp_path: Path, rng: random.Random) -> None:
         ranked = []
         for order, database in enumerate(databases):
             for file, entry in ((f, e) for f in database.files.values() for e in f.entries.values()):
-                axes = [abs(math.log2(x / y)) for x, y in zip(key[6:], entry.key[6:], strict=True)]
+                axes = [abs(math.log2(x / y)) for x, y in zip(key.buckets, entry.key.buckets, strict=True)]
                 own, away = file.gpu.slug == device.slug, abs(file.gpu.sms - device.num_sms)
                 near = max(axes) <= 2.000001 and entry.vs_default.ratio >= 1.03
                 if own and entry.key == key:
