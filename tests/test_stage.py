@@ -288,32 +288,64 @@ def test_stage_files_keep_one_order(stage: Stage) -> None:
     assert [name for name in order if name in wanted] == wanted, "see design.md, The abstractions"
 
 
+def read_imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """What a template imports of the templates, wherever it does: a module, and a name of it or None for the whole."""
+    package = "kda_tl.templates"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
+            module = node.module[len(package) + 1 :]
+            yield from ((module, alias.name) if module else (alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name[len(package) + 1 :], None) for alias in node.names if package in alias.name)
+
+
+def modules_of(name: str, folder: Path) -> set[str]:
+    """A stage, and the modules that it imports names from, directly or not."""
+    found, wanted = set(), [name]
+    while wanted:
+        module = wanted.pop()
+        if module not in found:
+            found.add(module)
+            wanted += [other for other, what in read_imports(folder / f"{module}.py") if what is not None]
+    return found
+
+
 def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(Path(templates.__file__).parent, tmp_path / "copy")
-    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path / "copy")
+    """That of the stage and of all that its kernel holds, whichever module it is imported from; and of no other."""
+    folder = tmp_path / "copy"
+    shutil.copytree(Path(templates.__file__).parent, folder)
+    monkeypatch.setattr("importlib.resources.files", lambda package: folder)
 
     def read() -> dict[str, str]:
         return {name: templates.fingerprint.__wrapped__(name) for name in templates.names()}
 
-    def edit(file: str) -> None:
-        path = tmp_path / "copy" / file
-        path.write_text(path.read_text() + "\n# edited\n")
+    def edit(file: str, text: str = "# edited") -> set[str]:
+        """Stages whose fingerprint the edit changes."""
+        before = read()
+        (folder / file).write_text(f"{(folder / file).read_text()}\n{text}\n")
+        return {name for name, now in read().items() if now != before[name]}
 
     first = read()
     assert len(set(first.values())) == len(first) and read() == first
-    edit("fwd_gate.py")
-    second = read()
-    assert {name for name in first if first[name] != second[name]} == {"fwd_gate"}
-    edit("_prep.py")
-    third = read()
+    holds = {name: modules_of(name, folder) for name in templates.names()}
+    for module in sorted(set().union(*holds.values())):
+        assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
     users = {"fwd_prep", "bwd_gradients"}
-    assert {name for name in first if second[name] != third[name]} == users, "those written with it"
-    (tmp_path / "copy" / "_deep.py").write_text("")
-    with (tmp_path / "copy" / "_prep.py").open("a") as prep:
-        prep.write("from kda_tl.templates._deep import nothing\n")
-    fourth = read()
-    edit("_deep.py")
-    fifth = read()
-    assert {name for name in first if fourth[name] != fifth[name]} == users, "through another private module"
-    edit("_tile.py")
-    assert not set(read().values()) & set(fifth.values()), "every stage is written in this vocabulary"
+    assert edit("_tile.py") == set(holds), "every stage is written in this vocabulary"
+    assert edit("_prep.py") == users, "those written with it"
+    (folder / "_deep.py").write_text("")
+    edit("_prep.py", "from kda_tl.templates._deep import nothing")
+    assert edit("_deep.py") == users, "through another private module"
+    edit("fwd_merge.py", "def late():\n    from kda_tl.templates.bwd_qk import reference")
+    assert edit("bwd_qk.py") == {"bwd_qk", "fwd_merge"}, "from another stage, inside a function"
+
+
+def test_stages_take_references_alone_of_stages_that_they_import_whole() -> None:
+    """A fingerprint does not cover those modules: a constant or a macro of theirs would go stale unnoticed."""
+    folder = Path(templates.__file__).parent
+    for name in (*templates.names(), *(path.stem for path in folder.glob("_[a-z]*.py"))):
+        whole = {module for module, what in read_imports(folder / f"{name}.py") if what is None}
+        assert not whole & {module for module in whole if module.startswith("_")}, f"{name}: import names of {whole}"
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+                assert node.attr == "reference", f"{name} takes {node.value.id}.{node.attr}"
