@@ -211,7 +211,9 @@ class Hit(NamedTuple):
             text += f" ({gpu.arch}, {gpu.sms} SMs; this {self.device.slug} has {self.device.num_sms})"
         axes = [
             f"{name} {theirs} instead of {ours}"
-            for name, theirs, ours in zip(("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True)
+            for name, theirs, ours in zip(
+                ("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True
+            )
             if theirs != ours
         ]
         text += " for " + (", ".join(axes) or "this bucket")

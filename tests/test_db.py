@@ -99,7 +99,7 @@ def test_file_round_trip_is_exact_and_diffable(tmp_path: Path, rng: random.Rando
 def test_records_of_before_the_key_had_gate_width_and_rank(tmp_path: Path) -> None:
     """They read as what they were measured for, and are written as they were; what differs is written."""
     plain, scalar, ranked = (make_key(**fields) for fields in ({}, {"scalar_gate": True}, {"rank": 2}))
-    names = "K V dtype gate group varlen heads_bucket tokens_bucket longest_bucket".split()
+    names = ["K", "V", "dtype", "gate", "group", "varlen", "heads_bucket", "tokens_bucket", "longest_bucket"]
     assert list(plain.as_dict()) == names and (plain.scalar_gate, plain.rank) == (False, 1)
     assert [set(key.as_dict()) - set(names) for key in (scalar, ranked)] == [{"scalar_gate"}, {"rank"}]
     for key in (plain, scalar, ranked):
@@ -109,7 +109,13 @@ def test_records_of_before_the_key_had_gate_width_and_rank(tmp_path: Path) -> No
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(file.read_text())
         document = Document.parse(file.read_text())
-        store(tmp_path, document.gpu.as_device(), document.operator, document.direction, [Entry.from_dict(document.entries[0])])
+        store(
+            tmp_path,
+            document.gpu.as_device(),
+            document.operator,
+            document.direction,
+            [Entry.from_dict(document.entries[0])],
+        )
         assert copy.read_text() == file.read_text()
 
 

@@ -36,5 +36,5 @@ def _place(folder: Path) -> Path:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """In which Python takes kda_tl from a copy: before an editable installation, which only serves what is not found."""
+    """In which Python takes kda_tl from a copy: an editable installation serves only what is not found elsewhere."""
     return {**os.environ, "PYTHONPATH": str(folder)}
