@@ -211,7 +211,9 @@ class Hit(NamedTuple):
             text += f" ({gpu.arch}, {gpu.sms} SMs; this {self.device.slug} has {self.device.num_sms})"
         axes = [
             f"{name} {theirs} instead of {ours}"
-            for name, theirs, ours in zip(("heads", "tokens", "longest"), self.entry.key[6:], self.key[6:], strict=True)
+            for name, theirs, ours in zip(
+                ("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True
+            )
             if theirs != ours
         ]
         text += " for " + (", ".join(axes) or "this bucket")
@@ -277,7 +279,7 @@ def iter_hits(
 def measure_distance(a: Key, b: Key) -> float | None:
     """Doublings between two keys, summed over heads, tokens and longest; None if one axis is over the cap."""
     larger = smaller = 1  # products of integers, so that equal distances are equal to the last bit
-    for x, y in zip(a[6:], b[6:], strict=True):
+    for x, y in zip(a.buckets, b.buckets, strict=True):
         low, high = (x, y) if x < y else (y, x)
         if high > MAX_RATIO * low:
             return None

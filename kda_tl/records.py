@@ -31,7 +31,7 @@ def round_tokens(tokens: int) -> int:
 
 
 class Key(NamedTuple):
-    """What a plan is tuned for. The first six fields match exactly, the buckets exactly or nearly.
+    """What a plan is tuned for. The buckets match exactly or nearly, all other fields exactly.
 
     A named tuple, as it is made on the call path: built and looked up in 1.1 us, against 2.9 as a frozen dataclass
     (Python 3.11, x86 CPU).
@@ -46,6 +46,8 @@ class Key(NamedTuple):
         heads_bucket: :func:`round_heads` of the value heads.
         tokens_bucket: :func:`round_tokens` of all tokens.
         longest_bucket: :func:`round_tokens` of the longest sequence.
+        scalar_gate: a value head has one gate. Records hold this and the next field where they are not the default.
+        rank: rows a token.
     """
 
     K: int
@@ -57,6 +59,8 @@ class Key(NamedTuple):
     heads_bucket: int
     tokens_bucket: int
     longest_bucket: int
+    scalar_gate: bool = False
+    rank: int = 1
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
@@ -71,6 +75,8 @@ class Key(NamedTuple):
             round_heads(problem.HV),
             round_tokens(problem.tokens),
             round_tokens(problem.longest),
+            problem.scalar_gate,
+            problem.rank,
         )
 
     @classmethod
@@ -93,14 +99,24 @@ class Key(NamedTuple):
     @property
     def semantic(self) -> tuple[Any, ...]:
         """The fields that must match exactly."""
-        return self[:6]
+        return *self[:6], *self[9:]
+
+    @property
+    def buckets(self) -> tuple[int, int, int]:
+        """The fields that may match nearly: of heads, of tokens, of the longest sequence."""
+        return self[6:9]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stored form: without what has its default, which records of before lack."""
+        return {name: x for name, x in self._asdict().items() if x != self._field_defaults.get(name)}
 
     @property
     def text(self) -> str:
         """Readable form, e.g. ``K128-V128-bf16-safe-group1-heads32-tokens8192-longest8192``."""
+        flags = ("-scalar" if self.scalar_gate else "") + (f"-r{self.rank}" if self.rank > 1 else "")
         packed = "-varlen" if self.varlen else ""
         return (
-            f"K{self.K}-V{self.V}-{self.dtype}-{self.gate}-group{self.group}{packed}"
+            f"K{self.K}-V{self.V}-{self.dtype}-{self.gate}{flags}-group{self.group}{packed}"
             f"-heads{self.heads_bucket}-tokens{self.tokens_bucket}-longest{self.longest_bucket}"
         )
 
@@ -164,13 +180,13 @@ class Entry:
         """
         entry: Entry = decode(cls, values, where)
         decode(_PlanShape, entry.plan, f"{where}.plan")
-        Key.from_dict(entry.key._asdict(), f"{where}.key")
+        Key.from_dict(entry.key.as_dict(), f"{where}.key")
         return entry
 
     def as_dict(self) -> dict[str, Any]:
         """The stored form."""
         return {
-            "key": self.key._asdict(),
+            "key": self.key.as_dict(),
             "plan": dict(self.plan),
             "numerics": self.numerics,
             "time_us": dict(vars(self.time_us)),

@@ -14,7 +14,7 @@ from kda_tl.errors import InputError
 if TYPE_CHECKING:
     from kda_tl.stage import Stage
 
-_PRIVATE = re.compile(rb"^from kda_tl\.templates\.(_\w+) import", re.MULTILINE)
+_FROM = re.compile(rb"^[ \t]*from kda_tl\.templates\.(\w+) import", re.MULTILINE)
 
 
 @functools.cache
@@ -38,7 +38,10 @@ def load(name: str) -> Stage:
 
 @functools.cache
 def fingerprint(name: str) -> str:
-    """sha256 of a stage and of the private modules that it, or one of them, imports: tells stale tuning records."""
+    """sha256 of a stage and of the modules here that it, or one of them, imports names from: tells stale records.
+
+    Kernels hold what they import by name. A stage that is imported whole gives its reference alone, and does not count.
+    """
     from importlib.resources import files
 
     folder = files(__name__)
@@ -47,7 +50,7 @@ def fingerprint(name: str) -> str:
     for module in wanted:
         if module not in sources:
             sources[module] = folder.joinpath(f"{module}.py").read_bytes()
-            wanted += [found.decode() for found in _PRIVATE.findall(sources[module])]
+            wanted += [found.decode() for found in _FROM.findall(sources[module])]
     digest = hashlib.sha256(sources.pop(name))
     for _, source in sorted(sources.items()):
         digest.update(source)

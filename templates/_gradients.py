@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from kda_tl.templates._prep import BC, load_gates, read_row, row_of_q
 from kda_tl.templates._slopes import Slopes
-from kda_tl.templates.fwd_gate import FORGOTTEN
+from kda_tl.templates._tile import FORGOTTEN
 
 HALF = BC // 2
 BT = 64  # tokens a chunk

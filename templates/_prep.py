@@ -8,8 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.problem import Problem
-from kda_tl.templates._tile import RCP_LN2, beta_factor
-from kda_tl.templates.fwd_gate import FORGOTTEN
+from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, beta_factor
 
 BC = 16  # tokens a sub-chunk
 WARP_CHANNELS = 128  # of a sub-chunk that a warp has

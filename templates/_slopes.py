@@ -8,8 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.problem import Problem
-from kda_tl.templates._tile import RCP_LN2
-from kda_tl.templates.fwd_gate import FORGOTTEN
+from kda_tl.templates._tile import FORGOTTEN, RCP_LN2
 
 
 def _sigmoid(x: Any) -> Any:

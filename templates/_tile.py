@@ -16,6 +16,9 @@ from kda_tl.problem import Problem
 from kda_tl.stage import Case, TensorSpec, static_sizes
 
 RCP_LN2 = 1.4426950408889634  # gates are kept in log2 units: exp(x) = 2^(x / ln 2), and exp2 is one instruction
+# In fp32 2^-150 is 0: a token that decays more forgets everything all the same, and its size would only take the
+# digits of the gentle decays after it in the sum (1e-3 off with -1e4 nats here and there). NaN stays NaN.
+FORGOTTEN = -150.0
 # Of a stage in fp32: split products leave out 2^-20, and exponents of up to 64 * 7.2 are held to 2^-16
 FP32_TOLERANCE = 1e-4
 L2NORM_EPS = 1e-6  # FLA's epsilon, added to the sum of squares

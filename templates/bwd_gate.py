@@ -25,8 +25,7 @@ from kda_tl.reference import activate_gate
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import first_rows, join_chunks, split_chunks
 from kda_tl.templates._slopes import Slopes
-from kda_tl.templates._tile import RCP_LN2, Tile, annotate, has_gate
-from kda_tl.templates.fwd_gate import FORGOTTEN
+from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate
 
 INPUTS = {
     "dG": "NT HV BT GP : f32",

@@ -18,11 +18,7 @@ import torch
 from kda_tl.reference import activate_gate
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import first_rows, split_chunks
-from kda_tl.templates._tile import RCP_LN2, Tile, annotate, has_gate
-
-# In fp32 2^-150 is 0: a token that decays more forgets everything all the same, and its size would only take the
-# digits of the gentle decays after it in the sum (1e-3 off with -1e4 nats here and there). NaN stays NaN.
-FORGOTTEN = -150.0
+from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate
 
 INPUTS = {
     "g": "tokens HV G : g",

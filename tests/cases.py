@@ -18,12 +18,13 @@ from kda_tl import dispatch, templates
 from kda_tl.db import Entry, Key
 from kda_tl.dispatch import numerics_class
 from kda_tl.layout import make_layout
-from kda_tl.problem import BETAS, GATES, Problem
+from kda_tl.problem import BETAS, GATES, LOWER_BOUND_RANGE, Problem
 from kda_tl.records import Check, Timing, VsDefault
 from kda_tl.reference import gradient_name, l2norm, recurrent_gradients, recurrent_kda, relative_error
 from kda_tl.stage import Case, Plan
 
 F64 = torch.float64
+LOWEST = LOWER_BOUND_RANGE[0]  # nats a token, of the safe gate
 SEQUENCES = ("q", "k", "v", "g", "beta")
 # Everything a call can have, small
 SMALL = Problem(
@@ -214,7 +215,14 @@ class Call:
 
 
 def draw_call(
-    problem: Problem, lengths: Sequence[int], seed: int, *, varlen: bool = True, device: str = "cpu", **given: Tensor
+    problem: Problem,
+    lengths: Sequence[int],
+    seed: int,
+    *,
+    varlen: bool = True,
+    device: str = "cpu",
+    lower_bound: float | None = None,
+    **given: Tensor,
 ) -> Call:
     """Inputs of a problem over sequences of some lengths, filled up to whole tokens if those have several rows.
 
@@ -227,6 +235,7 @@ def draw_call(
         seed: of the draw.
         varlen: the sequences are packed, not a dense batch.
         device: where the tensors live.
+        lower_bound: of the safe gate; drawn unless given, the lowest at times.
         given: tensors to use instead of drawn ones.
     """
     lengths = [-(-length // problem.rank) * problem.rank for length in lengths]
@@ -261,7 +270,9 @@ def draw_call(
         if tensor is not None:
             short = {"q": p.dtype, "k": p.dtype, "v": p.dtype, "g": p.g_dtype, "beta": p.beta_dtype}.get(name, "fp32")
             x[name] = tensor.to(TORCH[short]).to(F64).to(device)
-    return Call(p, bounds, {**x, "scale": 0.7 * p.K**-0.5, "lower_bound": -5.0})
+    if lower_bound is None:
+        lower_bound = float(torch.tensor(LOWEST * min(1.0, 0.1 + 1.2 * float(uniform(1))), dtype=torch.float32))
+    return Call(p, bounds, {**x, "scale": 0.7 * p.K**-0.5, "lower_bound": lower_bound})
 
 
 def draw_extreme(kind: str, seed: int) -> Call:
@@ -284,7 +295,7 @@ def draw_extreme(kind: str, seed: int) -> Call:
         random.Random(0), gate=gate, has_A_log=gate != "log", has_dt_bias=False, beta="sigmoid", **fixed
     )
     given = {"g": g, "A_log": torch.tensor([0.0, 5.0])} if gate != "log" else {"g": g}
-    return draw_call(problem, (65, 1, 64), seed, **given)
+    return draw_call(problem, (65, 1, 64), seed, lower_bound=LOWEST, **given)
 
 
 def draw_backward(call: Call, seed: int) -> Call:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_backward, draw_call, operator_arguments, random_of_run
+from cases import LOWEST, Call, draw_backward, draw_call, operator_arguments, random_of_run
 from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
@@ -99,10 +99,24 @@ SCANNED = {
     "scan-safe-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="safe"),
     "scan-log-K64-V64-GVA-bare": SPECIALISED["bf16-log-K64-V64-bare"],
 }
+# Head dimensions that are no power of two when they are padded; two of each are drawn, new ones each run
+ODD_DIMS = (80, 96, 130, 160, 200)
+
+
+def draw_odd(dtype: str) -> tuple[int, Problem]:
+    """A problem with one such dimension, or two."""
+    rng = random_of_run(f"odd {dtype}")
+    K, V = rng.choice(ODD_DIMS), rng.choice((*ODD_DIMS, 64, 128))
+    K, V = rng.choice(((K, V), (V, K)))
+    gate = rng.choice(("log", "softplus", "safe"))
+    return make(64, 1, 2, K, V, **(LOG if gate == "log" else {"gate": gate}), dtype=dtype)
+
+
+ODD = {f"odd-{dtype}": draw_odd(dtype) for dtype in ("bf16", "fp16")}
 # Stages that take cases which the stages around them do not
 APART = ("fwd_merge", "bwd_scan", "bwd_segment", "bwd_merge", "bwd_resume")
-BACKWARD = SPECIALISED | SCANNED
-FORWARD = SPECIALISED | HOPPER
+BACKWARD = SPECIALISED | SCANNED | ODD
+FORWARD = SPECIALISED | HOPPER | ODD
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
 HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
@@ -249,8 +263,11 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
         wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
+    for BT_of_odd, problem in ODD.values():
+        wanted += jobs_of(problem, plan_of(problem, BT_of_odd))
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
+    wanted += jobs_of(HUGE, hopper_plan(HUGE))
     for name in OTHERS:
         for stage_name in templates.names():
             wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
@@ -277,7 +294,14 @@ def compile_all() -> dict[Job, WorkerFailure]:
     return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}
 
 
-def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", varlen: bool = False) -> Call:
+def draw(
+    name: str,
+    lengths: tuple[int, ...],
+    seed: int,
+    decay: str = "mixed",
+    varlen: bool = False,
+    lower_bound: float | None = None,
+) -> Call:
     """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
     _, problem = (FORWARD | BACKWARD)[name]
     shape = (sum(lengths), problem.HV, problem.K)
@@ -286,7 +310,9 @@ def draw(name: str, lengths: tuple[int, ...], seed: int, decay: str = "mixed", v
     if decay != "mixed":
         raw = raw + (0.5 if decay == "steep" else -7.0)
         given["g"] = -5.0 * raw.sigmoid() if problem.gate == "log" else raw
-    return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", **given)
+    if decay == "steep":
+        lower_bound = LOWEST
+    return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", lower_bound=lower_bound, **given)
 
 
 def spiked_gates(problem: Problem, tokens: int) -> torch.Tensor:

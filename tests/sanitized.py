@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,8 +103,37 @@ def compile_all(seed: int) -> None:
         pass
 
 
+BROKEN = "fwd_gate"
+
+
+@dataclass(frozen=True)
+class Short:
+    """One element of memory that says it is a tensor."""
+
+    shape: tuple[int, ...]
+    memory: torch.Tensor
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": "<f4", "data": (self.memory.data_ptr(), False), "version": 3}
+
+
+def launch_broken(seed: int) -> None:
+    """A kernel whose output has no room: what the sanitizer must report."""
+    where = torch.device("cuda", 0)
+    stage, case, config, inputs, sizes = all_launches(seed, [BROKEN])[0]
+    kernel = compile_stage(stage, case, config)
+    (output,) = kernel.allocate(sizes, where)
+    assert output is not None and output.dtype == torch.float32
+    short = torch.as_tensor(Short(tuple(output.shape), torch.empty(1, device=where)), device=where)
+    kernel.launch(on_gpu(kernel, inputs), [short], where)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     """Launches one by one; compiles what the disk cache lacks."""
+    if sys.argv[2:] == ["--broken"]:
+        return launch_broken(int(sys.argv[1]))
     where = torch.device("cuda", 0)
     for stage, case, config, inputs, sizes in all_launches(int(sys.argv[1]), sys.argv[2:]):
         sys.stderr.write(f"{stage.name} {config} {case.problem.key}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 import kda_tl
 from kda_tl import call as call_module
 from kda_tl import db, dispatch
+from kda_tl.arguments import TENSORS
 from kda_tl.chunk import chunk_kda, explain
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
@@ -244,6 +246,46 @@ def test_any_strides_are_served(problem: Problem, change: Callable[[Tensor], Ten
     assert_right(call, **{name: change(x) for name, x in given.items()})
 
 
+@pytest.mark.parametrize("elements", (1, 2, 4, 8))
+def test_kernels_get_aligned_tensors(
+    elements: int, seed: int, planned_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vector loads of 16 bytes, which the CPU's kernels do not have: every tensor, of both passes, lies on such bounds.
+
+    And a tensor that does already is not copied.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def note(tensors: dict[str, Any]) -> Any:
+        seen.update({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
+        raise NotImplementedError
+
+    monkeypatch.setattr(call_module, "_bind", lambda *args, **kwargs: (note, {}))
+
+    def shift(x: Tensor) -> Tensor:
+        return torch.cat([x.new_zeros(elements), x.flatten()])[elements:].view(x.shape)
+
+    call = draw_call(replace(SPECIALISED["softplus-bf16"], has_dt_bias=True), (20,), seed, varlen=False)
+    for change in (shift, lambda x: x):
+        a = {name: change(x) if isinstance(x, Tensor) else x for name, x in operator_arguments(call).items()}
+        a = {"return_intermediate_states": False, "chunk_size": None, "cu_seqlens_cpu": None, **a}
+        ready = call_module.find_ready(a)
+        seen.clear()
+        with pytest.raises(NotImplementedError):
+            call_module.run_forward(ready, note, a)
+        do, dht = change(torch.ones_like(a["v"])), change(torch.ones_like(a["initial_state"]))
+        factors = {"A": change(torch.ones(64, 64))}
+        with pytest.raises(NotImplementedError):
+            call_module.run_backward(ready, call_module.choose_backward(ready), a, do, dht, factors)
+        given = {**{name: a[name] for name in TENSORS}, "h0": a["initial_state"], "do": do, "dht": dht, **factors}
+        expected = {name: given[name].data_ptr() for name in seen if name in given}
+        assert len(expected) == 11
+        for name in expected:
+            assert seen[name].data_ptr() % 16 == 0, name
+            assert seen[name].data_ptr() == expected[name] or expected[name] % 16, f"{name} was copied for nothing"
+            assert torch.equal(seen[name].flatten(), given[name].flatten()), name
+
+
 def test_expanded_inputs_are_served(seed: int) -> None:
     call = draw_call(SMALL, (40,), seed, varlen=False)
     call.x["q"] = call.x["q"][:1].expand(40, -1, -1)
@@ -376,6 +418,86 @@ def test_flags_are_part_of_the_signature(seed: int) -> None:
     )
     for change in changes:
         assert_right(draw_call(replace(base, **change), (40,), seed, varlen=False))
+
+
+def test_calls_that_differ_in_the_lower_bound_alone(seed: int) -> None:
+    """Its kernel is the same: the number must reach it anew at each call."""
+    problem = replace(SPECIALISED["safe-fp32"], K=32, V=32, H=1, HV=2)
+    for lower_bound in (-5.0, -0.7, -2.2, -5.0):
+        assert_right(draw_call(problem, (40,), seed, varlen=False, lower_bound=lower_bound))
+
+
+def signature_of_all() -> dict[str, Any]:
+    """Arguments of chunk_kda by name, each of which can be changed alone."""
+    call = draw_call(replace(SPECIALISED["safe-fp32"], K=8, V=8), (10, 10), 0, varlen=False)
+    given = inspect.signature(chunk_kda).bind(**operator_arguments(call, 2))
+    given.apply_defaults()
+    return {**given.arguments, "safe_gate": False}
+
+
+def packed_as(*bounds: int) -> dict[str, Any]:
+    """The same tokens as sequences of one batch."""
+    tokens = {name: x.flatten(0, 1)[None] for name, x in signature_of_all().items() if name in TENSORS[:5]}
+    return tokens | {"cu_seqlens": torch.tensor(bounds), "initial_state": None}
+
+
+def cast(dtype: torch.dtype, *names: str) -> dict[str, Any]:
+    """Arguments in another dtype."""
+    return {name: signature_of_all()[name].to(dtype) for name in names}
+
+
+HALF = {name: x[:, :5] for name, x in signature_of_all().items() if name in TENSORS[:5]}
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "scale": ({}, {"scale": 0.25}),
+    "scale None": ({}, {"scale": None}),
+    "initial_state": ({}, {"initial_state": None}),
+    "output_final_state": ({}, {"output_final_state": False}),
+    "use_qk_l2norm_in_kernel": ({}, {"use_qk_l2norm_in_kernel": False}),
+    "use_gate_in_kernel": ({}, {"use_gate_in_kernel": False}),
+    "use_beta_sigmoid_in_kernel": ({}, {"use_beta_sigmoid_in_kernel": False}),
+    "allow_neg_eigval": ({}, {"allow_neg_eigval": True}),
+    "lower_bound": ({"lower_bound": -5.0}, {"lower_bound": -2.5}),
+    "lower_bound None": ({}, {"lower_bound": None}),
+    "A_log": ({}, {"A_log": None}),
+    "dt_bias": ({}, {"dt_bias": None}),
+    "state_v_first": ({}, {"state_v_first": True}),
+    "return_intermediate_states": ({}, {"return_intermediate_states": True}),
+    "chunk_size": ({}, {"chunk_size": 16}),
+    "chunk_size of states": ({"return_intermediate_states": True}, {"chunk_size": 16}),
+    "cu_seqlens": (packed_as(0, 20) | {"cu_seqlens": None}, {"cu_seqlens": torch.tensor([0, 20])}),
+    "bounds": (packed_as(0, 7, 20), packed_as(0, 9, 20)),
+    "tokens": ({}, HALF),
+    "q dtype": ({}, cast(torch.bfloat16, "q", "k", "v")),
+    "g dtype": ({}, cast(torch.bfloat16, "g")),
+    "beta dtype": ({}, cast(torch.bfloat16, "beta")),
+}
+
+
+@pytest.fixture
+def planned_only(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are planned, but nothing is compiled for them."""
+    monkeypatch.setattr(call_module, "prepare", lambda problem, *args: (dispatch.choose(problem, *args), None))
+    monkeypatch.setattr(call_module, "build_program", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_every_argument_is_part_of_the_signature(name: str, planned_only: None) -> None:
+    """Two calls that differ in one argument alone: the second is planned as if the first had not been."""
+    first = {**signature_of_all(), **DIFFERENT[name][0]}
+    second = {**first, **DIFFERENT[name][1]}
+    before = call_module.find_ready(first)
+    found = call_module.find_ready(second)
+    assert found != before, "they are to differ"
+    call_module._ready.clear()
+    assert call_module.find_ready(second) == found
+
+
+def test_a_refused_flag_is_part_of_the_signature(planned_only: None) -> None:
+    """It changes nothing of what is planned, but a call that is refused alone is refused after a good one."""
+    good = {**signature_of_all(), "lower_bound": None}
+    assert call_module.find_ready(good).choice.plan is not None
+    with pytest.raises(InputError, match="needs lower_bound"):
+        call_module.find_ready(good | {"safe_gate": True})
 
 
 def test_packed_and_dense_are_planned_apart(seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:

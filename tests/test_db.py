@@ -50,8 +50,13 @@ def test_key_keeps_what_moves_the_optimum() -> None:
     assert key == Key(60, 100, "fp16", "log", 3, True, 24, 4096, 2048)
     same = replace(problem, l2norm=True, beta="sigmoid", has_A_log=True, initial_state=True, g_dtype="fp32")
     assert Key.of(same) == key
-    for change in ({"K": 64}, {"V": 64}, {"dtype": "bf16"}, {"gate": "safe"}, {"H": 12}, {"varlen": False}):
-        assert Key.of(replace(problem, **change)).semantic != key.semantic, change
+    changes: tuple[dict[str, Any], ...] = (
+        *({"K": 64}, {"V": 64}, {"dtype": "bf16"}, {"gate": "safe"}, {"H": 12}, {"varlen": False}),
+        *({"scalar_gate": True}, {"rank": 2}),
+    )
+    for change in changes:
+        other = Key.of(replace(problem, **change))
+        assert other.semantic != key.semantic and other.text != key.text, change
     assert Key.of(problem.without_lengths()).tokens_bucket == 16
 
 
@@ -67,6 +72,8 @@ def test_file_round_trip_is_exact_and_diffable(tmp_path: Path, rng: random.Rando
             K=rng.randrange(1, 257),
             gate=rng.choice(["log", "softplus", "safe"]),
             varlen=rng.random() < 0.5,
+            scalar_gate=rng.random() < 0.3,
+            rank=rng.choice([1, 1, 2, 4]),
         )
         for _ in range(60)
     }
@@ -87,6 +94,29 @@ def test_file_round_trip_is_exact_and_diffable(tmp_path: Path, rng: random.Rando
     changed = [(a, b) for a, b in zip(before.splitlines(), path.read_text().splitlines(), strict=True) if a != b]
     assert len(changed) == 1 and '"median": 1.5' in changed[0][1]
     assert max(map(len, before.splitlines())) <= 170
+
+
+def test_records_of_before_the_key_had_gate_width_and_rank(tmp_path: Path) -> None:
+    """They read as what they were measured for, and are written as they were; what differs is written."""
+    plain, scalar, ranked = (make_key(**fields) for fields in ({}, {"scalar_gate": True}, {"rank": 2}))
+    names = ["K", "V", "dtype", "gate", "group", "varlen", "heads_bucket", "tokens_bucket", "longest_bucket"]
+    assert list(plain.as_dict()) == names and (plain.scalar_gate, plain.rank) == (False, 1)
+    assert [set(key.as_dict()) - set(names) for key in (scalar, ranked)] == [{"scalar_gate"}, {"rank"}]
+    for key in (plain, scalar, ranked):
+        assert Key.from_dict(key.as_dict()) == Key.from_dict(key._asdict()) == key
+    for file in FOLDER.glob("*/*.json"):
+        copy = tmp_path / file.parent.name / file.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(file.read_text())
+        document = Document.parse(file.read_text())
+        store(
+            tmp_path,
+            document.gpu.as_device(),
+            document.operator,
+            document.direction,
+            [Entry.from_dict(document.entries[0])],
+        )
+        assert copy.read_text() == file.read_text()
 
 
 def test_stored_plan_form_is_the_one_plans_write() -> None:
@@ -222,7 +252,9 @@ def test_schema_agrees_with_the_records(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     entry, values = schema["$defs"]["entry"], make_entry(make_key()).as_dict()
     assert set(entry["required"]) == set(entry["properties"]) == set(values)
-    assert schema["$defs"]["key"]["required"] == list(Key._fields)
+    key = schema["$defs"]["key"]
+    assert list(key["properties"]) == list(Key._fields)
+    assert key["required"] == [name for name in Key._fields if name not in Key._field_defaults]
     for name in ("time_us", "vs_default", "check"):
         block = entry["properties"][name]
         assert block["required"] == list(block["properties"]) == list(values[name])

@@ -264,13 +264,16 @@ def test_numerics_pin(tmp_path: Path) -> None:
 def test_numerics_class_is_the_geometry_and_what_orders_sums() -> None:
     classes = {numerics_class(make_plan(BT=BT, BC=BC)) for BT in BT_CHOICES for BC in (8, 16)}
     assert len(classes) == 6
-    plan = make_plan()
-    for name, config in plan.stages:
-        for other in config.neighbours():
-            changed = numerics_class(make_plan(**{name: other})) != numerics_class(plan)
-            moved = {k for k, v in other.as_dict().items() if v != config.as_dict()[k]}
-            if moved <= {"threads", "num_stages", "BV", "unroll"}:
-                assert not changed, f"{name}: {moved}"
+    ordering: set[str] = set()
+    for problem in (PROBLEM, replace(PROBLEM, direction="bwd")):
+        plan = make_plan(problem=problem)
+        for name, config in plan.stages:
+            for other in config.neighbours():
+                changed = numerics_class(make_plan(problem=problem, **{name: other})) != numerics_class(plan)
+                (moved,) = (field for field, value in other.as_dict().items() if value != config.as_dict()[field])
+                assert changed == (moved in ("BK", "diagonal")), f"{name}: {moved}"
+                ordering |= {moved} if changed else set()
+    assert ordering == {"BK", "diagonal"}
 
 
 def test_numerics_pin_is_kept_when_nothing_is_tuned() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_backward, draw_call, operator_arguments
+from cases import LOWEST, Call, draw_backward, draw_call, operator_arguments
 from gpu_cases import (
     BACKWARD,
     DECAYS,
@@ -127,7 +127,7 @@ def test_extreme_parameters(name: str, A_log: float, dt_bias: float, seed: int) 
 def test_every_eighth_token_steep(name: str, seed: int) -> None:
     _, problem = SCANNED[name]
     g = spiked_gates(problem, 130)
-    call = draw_backward(draw_call(problem, (65, 1, 64), seed, device="cuda", g=g), seed)
+    call = draw_backward(draw_call(problem, (65, 1, 64), seed, device="cuda", lower_bound=LOWEST, g=g), seed)
     assert_right(name, call, judged=BESIDE_THE_GATE)
 
 
@@ -169,6 +169,12 @@ def test_shipped_plans_are_right(seed: int) -> None:
             assert max(errors.values()) < tolerance, f"{text}: {errors} {plan}"
 
 
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "scan-safe-K128-V128-vk"))
+def test_calls_that_differ_in_the_lower_bound_alone(name: str, seed: int) -> None:
+    for lower_bound in (-5.0, -0.7, -2.2):
+        assert_right(name, draw_backward(draw(name, (130,), seed, lower_bound=lower_bound), seed))
+
+
 # The same numbers
 
 
@@ -188,7 +194,8 @@ def test_gradients_have_the_same_bits(name: str, seed: int) -> None:
 @pytest.mark.parametrize("disable_recompute", (False, True), ids=("recomputed", "kept"))
 @pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk", "bf16-log-K64-V64-bare"))
 def test_graph_of_both_passes_replays_on_new_values(name: str, disable_recompute: bool, seed: int) -> None:
-    calls = [draw_backward(draw(name, PACKED, seed + n, varlen=True), seed + n) for n in range(2)]
+    calls = [draw(name, PACKED, seed + n, varlen=True, lower_bound=-3.0) for n in range(2)]  # graphs keep numbers
+    calls = [draw_backward(call, seed + n) for n, call in enumerate(calls)]
     values = [arguments_of(name, call) | {"disable_recompute": disable_recompute} for call in calls]
     seeds = [seeds_of(call) for call in calls]
     expected = [differentiate(a, leaves_of(a), dy) for a, dy in zip(values, seeds, strict=True)]

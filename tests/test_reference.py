@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def draw_gate(seed: int, gate: str, HV: int = 4, K: int = 5) -> dict[str, Any]:
     arguments: dict[str, dict[str, Any]] = {
         "log": {"gate": "log"},
         "softplus": {"gate": "softplus", **parameters},
-        "safe": {"gate": "safe", "lower_bound": -5.0, **parameters},
+        "safe": {"gate": "safe", "lower_bound": -5 * float(torch.rand((), generator=rng)), **parameters},
     }
     return arguments[gate]
 
@@ -329,21 +330,22 @@ def sigmoid(x: float) -> float:
     ("gate", "A_log"),
     (("log", None), ("softplus", -1.0), ("softplus", 0.5), ("safe", None), ("safe", -1.0), ("safe", 0.5)),
 )
-def test_gate_closed_form(gate: str, A_log: float | None, bias: float | None) -> None:
+def test_gate_closed_form(gate: str, A_log: float | None, bias: float | None, rng: random.Random) -> None:
+    low = rng.uniform(-5.0, -0.1)
     g = torch.tensor(POINTS, dtype=F64).view(-1, 1, 1).requires_grad_()
     a = 1.0 if A_log is None else math.exp(A_log)
     b = bias or 0.0
     expected: Curves = {
         "log": lambda x: x,
         "softplus": lambda x: -a * softplus(x + b),
-        "safe": lambda x: -5 * sigmoid(a * (x + b)),
+        "safe": lambda x: low * sigmoid(a * (x + b)),
     }
     actual = activate_gate(
         g,
         gate=gate,
         A_log=None if A_log is None else torch.tensor([A_log], dtype=F64),
         dt_bias=None if bias is None else torch.tensor([bias], dtype=F64),
-        lower_bound=-5.0,
+        lower_bound=low,
     )
     # x + b rounds, and exp turns that absolute error of |x| * 2^-53 into a relative one: 1e-13 at x = -800
     tolerance = 1e-13 if bias or A_log else 1e-14
@@ -353,7 +355,7 @@ def test_gate_closed_form(gate: str, A_log: float | None, bias: float | None) ->
     derivative: Curves = {
         "log": lambda x: 1.0,
         "softplus": lambda x: -a * sigmoid(x + b),
-        "safe": lambda x: -5 * a * sigmoid(a * (x + b)) * sigmoid(-a * (x + b)),
+        "safe": lambda x: low * a * sigmoid(a * (x + b)) * sigmoid(-a * (x + b)),
     }
     assert_close(slope.flatten(), torch.tensor([derivative[gate](x) for x in POINTS], dtype=F64))
 

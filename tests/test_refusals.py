@@ -74,6 +74,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "k elsewhere": (good(k=zeros(2, 5, 2, 8, device="meta")), "k is on meta but q is on cpu"),
     "A_log elsewhere": (good(A_log=zeros(4, device="meta")), "A_log is on meta but q is on cpu"),
+    "v elsewhere": (good(v=zeros(2, 5, 4, 6, device="meta")), "v is on meta but q is on cpu"),
+    "g elsewhere": (good(g=zeros(2, 5, 4, 8, device="meta")), "g is on meta but q is on cpu"),
+    "beta elsewhere": (good(beta=zeros(2, 5, 4, device="meta")), "beta is on meta but q is on cpu"),
+    "dt_bias elsewhere": (good(dt_bias=zeros(32, device="meta")), "dt_bias is on meta but q is on cpu"),
+    "initial_state elsewhere": (
+        good(initial_state=zeros(2, 4, 8, 6, device="meta")),
+        "initial_state is on meta but q is on cpu",
+    ),
     "cu_seqlens elsewhere": (packed(zeros(2, device="meta", **I32)), "cu_seqlens is on meta but q is on cpu"),
     "heads": (
         good(q=zeros(2, 5, 3, 8), k=zeros(2, 5, 3, 8)),
@@ -105,6 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "A_log shape": (good(A_log=zeros(2)), r"A_log must be a float tensor \[HV\] of 4 elements, got \[2\]"),
     "A_log integer": (good(A_log=zeros(4, **I32)), r"A_log must be a float tensor \[HV\]"),
     "dt_bias shape": (good(dt_bias=zeros(4)), r"dt_bias must be a float tensor \[HV \* K\] of 32 elements"),
+    "dt_bias integer": (good(dt_bias=zeros(32, **I32)), r"dt_bias must be a float tensor \[HV \* K\]"),
     "initial_state layout": (
         good(initial_state=zeros(2, 4, 6, 8)),
         r"initial_state must be float32 \[N, HV, K, V\] = \[2, 4, 8, 6\]",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import SMALL, bounds_of, draw_backward, draw_call, draw_lengths, draw_problem
+from cases import KDA, SMALL, bounds_of, draw_backward, draw_call, draw_lengths, draw_problem
 from launches import run_references
 
 from kda_tl.device import cpu_device
@@ -24,7 +24,7 @@ from kda_tl.kernel import Slot
 from kda_tl.layout import make_layout
 from kda_tl.replay import ALIGNMENT, Replay, place, record
 from kda_tl.stage import Case, Stage
-from kda_tl.templates.pipelines import FACTORS, PIPELINES, keeping
+from kda_tl.templates.pipelines import FACTORS, PIPELINES, PREPARED, keeping
 
 CPU, WHERE = cpu_device(), torch.device("cpu")
 NUMPY = {torch.float32: np.float32, torch.int32: np.int32}
@@ -128,25 +128,31 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
                     torch.testing.assert_close(results[name], seen, rtol=0, atol=0, msg=f"{name} {problem.key}")
 
 
-def test_kept_factors_resume_the_backward(seed: int) -> None:
+@pytest.mark.parametrize("backward", [p for p in PIPELINES.values() if p.direction == "bwd"], ids=lambda p: p.name)
+def test_kept_factors_resume_the_backward(backward: Any, seed: int) -> None:
     """From a forward's replay into the backward's: the bits of a backward that makes them itself."""
     rng = random.Random(seed)
-    forward, backward = PIPELINES["staged"], PIPELINES["staged_backward"]
-    assert backward.resumed is not None and forward.factors == backward.factors == FACTORS
-    for n in range(4):
-        call = draw_backward(draw_call(draw_problem(rng), draw_lengths(rng), seed + n), seed)
-        layout = make_layout(call.bounds, 32, WHERE)
+    factors = FACTORS if backward.name == "staged_backward" else PREPARED
+    forward = PIPELINES["staged" if factors is FACTORS else "prep_recurrence"]
+    assert backward.resumed is not None and forward.factors == backward.factors == factors
+    assert (backward.resumed.name, backward.resumed.segments) == (backward.name, backward.segments)
+    makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(factors)}
+    assert makers == {stage.name for stage in backward.stages} - {stage.name for stage in backward.resumed.stages}
+    others = {} if factors is FACTORS else KDA
+    for n in range(4 if factors is FACTORS else 2):
+        call = draw_backward(draw_call(draw_problem(rng, **others), draw_lengths(rng), seed + n), seed)
+        layout = make_layout(call.bounds, 32, WHERE, backward.segments)
         sizes = layout.sizes
         stages = (*forward.stages, *backward.stages)
         kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 32, 16), sizes) for s in stages}
         x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
         x = {**x, **layout.tables}
         plain = Replay(record(forward.compute, kernels, sizes), WHERE, ("h",))
-        keep = Replay(record(keeping(forward.compute, FACTORS), kernels, sizes), WHERE)
+        keep = Replay(record(keeping(forward.compute, factors), kernels, sizes), WHERE)
         assert keep.workspace_bytes == 0 < plain.workspace_bytes
         expected, out = plain(x), keep(x)
-        assert expected.keys() == {"o", "ht", "h"} and out.keys() == {"o", "ht", *FACTORS}
-        assert torch.equal(out["o"], expected["o"]) and (out["rstd"] is not None) == call.problem.l2norm
+        assert expected.keys() == {"o", "ht", "h"} and out.keys() == {"o", "ht", *factors} | (out.keys() & {"h"})
+        assert torch.equal(out["o"], expected["o"])
         own = {name: kernels[name] for name in (stage.name for stage in backward.resumed.stages)}
         resumed = Replay(record(backward.resumed.compute, own, sizes), WHERE)({**x, **out})
         for name, truth in Replay(record(backward.compute, kernels, sizes), WHERE)(x).items():
@@ -240,10 +246,16 @@ def test_a_refused_launch_says_why(seed: int) -> None:
 
 
 def test_threads_take_turns() -> None:
-    """A replay's headers are shared: two calls at once must not see each other's tensors."""
+    """A replay's headers are shared: a call that begins while another launches must not see its tensors."""
+    inside, may_end, seen = threading.Event(), threading.Event(), []
 
     def copy(addresses: list[int], _numbers: list[float]) -> None:
         source, target = (at(address, (1000,), torch.float32) for address in addresses)
+        value = float(source[0])
+        if value == 1.0:  # the first call waits in its kernel: without the lock the second runs through meanwhile
+            inside.set()
+            may_end.wait(0.5)
+        seen.append(value)
         target.copy_(source)
 
     @dataclass(eq=False)
@@ -258,16 +270,18 @@ def test_threads_take_turns() -> None:
     stage = replace(PIPELINES["staged"].stages[0], name="copy", scalars=())
     kernels: dict[str, Any] = {"copy": Copy(stage)}
     play = Replay(record(lambda run, x: {"y": run(stage, x=x["x"])[0]}, kernels, {}), WHERE)
-    wrong: list[int] = []
+    results: dict[float, torch.Tensor] = {}
 
-    def work(value: int) -> None:
-        for _ in range(300):
-            if not bool((play({"x": torch.full((1000,), float(value))})["y"] == value).all()):
-                wrong.append(value)
+    def work(value: float) -> None:
+        results[value] = play({"x": torch.full((1000,), value)})["y"]
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    first, second = (threading.Thread(target=work, args=(value,)) for value in (1.0, 2.0))
+    first.start()
+    assert inside.wait(10)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and seen == [], "the second waits for the first"
+    may_end.set()
+    first.join()
+    second.join()
+    assert seen == [1.0, 2.0] and all(bool((y == value).all()) for value, y in results.items())

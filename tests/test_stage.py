@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from renew import renew
 
 from kda_tl import templates
 from kda_tl.device import Device
@@ -25,6 +26,7 @@ from kda_tl.templates.pipelines import PIPELINES
 SLUGS = ("cpu", "nvidia_a100_sxm4_80gb", "nvidia_l4", "nvidia_geforce_rtx_5090", "nvidia_h200", "nvidia_b200")
 DEVICES = {slug: known_device(slug) for slug in SLUGS}
 DIMS = (32, 60, 64, 100, 128, 256)
+WITHOUT_TILES = ("bwd_gate", "bwd_heads", "bwd_qk", "fwd_gate")  # in shared memory
 stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
 devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 
@@ -202,13 +204,13 @@ def test_lengths_do_not_decide(stage: Stage) -> None:
 
 @stages
 def test_shared_memory_is_asked_of_the_device(stage: Stage) -> None:
-    """A device with next to none rejects every config of a stage that rejects any for its shared memory."""
-    device = replace(DEVICES["nvidia_h200"], smem_bytes=16)
-    for gate in GATES:
-        case = make_case(device, K=256, V=256, dtype="fp32", gate=gate, has_A_log=True)
-        reasons = [config.reject(case) or "" for config in stage.config.space()]
-        if any(re.search("shared", reason) for reason in reasons):
-            assert all(reasons), "some configs count no shared memory"
+    """A device with next to none rejects every config of a stage that has tiles there, for that reason."""
+    for fields in ({}, {"gate": "safe", "has_A_log": True}, {"dtype": "fp32", "K": 60, "V": 100}):
+        case = make_case(**{"gate": "log", **fields})
+        without = replace(case, device=replace(case.device, smem_bytes=16))
+        for config in stage.candidates(case):
+            reason = config.reject(without)
+            assert reason is None if stage.name in WITHOUT_TILES else "shared" in (reason or ""), config
 
 
 @stages
@@ -288,32 +290,77 @@ def test_stage_files_keep_one_order(stage: Stage) -> None:
     assert [name for name in order if name in wanted] == wanted, "see design.md, The abstractions"
 
 
+def read_imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """What a template imports of the templates, wherever it does: a module, and a name of it or None for the whole."""
+    package = "kda_tl.templates"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
+            module = node.module[len(package) + 1 :]
+            yield from ((module, alias.name) if module else (alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name[len(package) + 1 :], None) for alias in node.names if package in alias.name)
+
+
+def modules_of(name: str, folder: Path) -> set[str]:
+    """A stage, and the modules that it imports names from, directly or not."""
+    found, wanted = set(), [name]
+    while wanted:
+        module = wanted.pop()
+        if module not in found:
+            found.add(module)
+            wanted += [other for other, what in read_imports(folder / f"{module}.py") if what is not None]
+    return found
+
+
 def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(Path(templates.__file__).parent, tmp_path / "copy")
-    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path / "copy")
+    """That of the stage and of all that its kernel holds, whichever module it is imported from; and of no other."""
+    folder = tmp_path / "copy"
+    shutil.copytree(Path(templates.__file__).parent, folder)
+    monkeypatch.setattr("importlib.resources.files", lambda package: folder)
 
     def read() -> dict[str, str]:
         return {name: templates.fingerprint.__wrapped__(name) for name in templates.names()}
 
-    def edit(file: str) -> None:
-        path = tmp_path / "copy" / file
-        path.write_text(path.read_text() + "\n# edited\n")
+    def edit(file: str, text: str = "# edited") -> set[str]:
+        """Stages whose fingerprint the edit changes."""
+        before = read()
+        (folder / file).write_text(f"{(folder / file).read_text()}\n{text}\n")
+        return {name for name, now in read().items() if now != before[name]}
 
     first = read()
     assert len(set(first.values())) == len(first) and read() == first
-    edit("fwd_gate.py")
-    second = read()
-    assert {name for name in first if first[name] != second[name]} == {"fwd_gate"}
-    edit("_prep.py")
-    third = read()
+    holds = {name: modules_of(name, folder) for name in templates.names()}
+    for module in sorted(set().union(*holds.values())):
+        assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
     users = {"fwd_prep", "bwd_gradients"}
-    assert {name for name in first if second[name] != third[name]} == users, "those written with it"
-    (tmp_path / "copy" / "_deep.py").write_text("")
-    with (tmp_path / "copy" / "_prep.py").open("a") as prep:
-        prep.write("from kda_tl.templates._deep import nothing\n")
-    fourth = read()
-    edit("_deep.py")
-    fifth = read()
-    assert {name for name in first if fourth[name] != fifth[name]} == users, "through another private module"
-    edit("_tile.py")
-    assert not set(read().values()) & set(fifth.values()), "every stage is written in this vocabulary"
+    assert edit("_tile.py") == set(holds), "every stage is written in this vocabulary"
+    assert edit("_prep.py") == users, "those written with it"
+    (folder / "_deep.py").write_text("")
+    edit("_prep.py", "from kda_tl.templates._deep import nothing")
+    assert edit("_deep.py") == users, "through another private module"
+    edit("fwd_merge.py", "def late():\n    from kda_tl.templates.bwd_qk import reference")
+    assert edit("bwd_qk.py") == {"bwd_qk", "fwd_merge"}, "from another stage, inside a function"
+
+
+def test_stages_take_references_alone_of_stages_that_they_import_whole() -> None:
+    """A fingerprint does not cover those modules: a constant or a macro of theirs would go stale unnoticed."""
+    folder = Path(templates.__file__).parent
+    for name in (*templates.names(), *(path.stem for path in folder.glob("_[a-z]*.py"))):
+        whole = {module for module, what in read_imports(folder / f"{name}.py") if what is None}
+        assert not whole & {module for module in whole if module.startswith("_")}, f"{name}: import names of {whole}"
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+                assert node.attr == "reference", f"{name} takes {node.value.id}.{node.attr}"
+
+
+def test_fingerprints_are_renewed_where_the_kernel_is_the_same() -> None:
+    """Not where it changed, was not fresh before, or is no more."""
+    names = ("same", "changed", "stale before", "gone")
+    before = {"fingerprints": dict.fromkeys(names, "old"), "kernels": {f"record {name}": "kernel" for name in names}}
+    now = {
+        "fingerprints": dict.fromkeys(names[:3], "new"),
+        "kernels": {"record same": "kernel", "record changed": "other", "record stale before": "kernel"},
+    }
+    stored = {name: "older" if name == "stale before" else "old" for name in names}
+    assert renew("record", stored, before, now) == ["changed", "stale before", "gone"]
+    assert stored == {"same": "new", "changed": "old", "stale before": "older", "gone": "old"}
