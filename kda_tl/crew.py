@@ -82,7 +82,8 @@ class Crew:
         """
         for job in jobs:
             key = job.key
-            if key not in self._asked or (urgent and self._later.pop(key, None)):
+            if key not in self._asked or (urgent and key in self._later):
+                self._later.pop(key, None)
                 self._asked.add(key)
                 (self._urgent if urgent else self._later)[key] = job
         if self.overlap:

@@ -169,7 +169,7 @@ class WorkloadStarted:
     workload: Workload
     index: int
     total: int
-    left_s: float
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

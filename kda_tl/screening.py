@@ -58,7 +58,7 @@ def screen(
     firsts = first_of_pipelines(geometries)
     _enqueue_plans(run, workload, firsts)
     if run.crew.overlap and following is not None:
-        _enqueue_plans(run, following, first_of_pipelines(list_geometries(run, following)), urgent=False)
+        prefetch_plans(run, following, urgent=False)
     found = _screen(run, workload, firsts, None)
     if deadline is not None:
         run.crew.useful_until = deadline
@@ -96,9 +96,9 @@ def _keep_possible(run: Run, workload: Workload, geometries: list[Geometry]) -> 
     return [geometry for geometry, plan in plans if not find_rejection(plan, case_of(run, workload, geometry))]
 
 
-def prefetch_plans(run: Run, workload: Workload) -> None:
+def prefetch_plans(run: Run, workload: Workload, *, urgent: bool = True) -> None:
     """Has the kernels compiled that :func:`screen` begins with."""
-    _enqueue_plans(run, workload, first_of_pipelines(list_geometries(run, workload)))
+    _enqueue_plans(run, workload, first_of_pipelines(list_geometries(run, workload)), urgent=urgent)
 
 
 def _enqueue_plans(run: Run, workload: Workload, geometries: Sequence[Geometry], *, urgent: bool = True) -> None:

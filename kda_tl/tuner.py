@@ -232,13 +232,15 @@ def tune_plan(
     default = default_plan(problem, run.device, pipeline=run.pipeline)
     report = replace(report, default=default)
     end = None if deadline is None else deadline - _FINAL_SHARE * max(0.0, deadline - time.monotonic())
-    run.crew.drop(later=False)  # what the last workload had no time for
+    run.crew.useful_until = None
+    run.crew.drop(later=True)  # what the last workload had no time for, and prefetched for this one
     geometries = choose_geometries(run, workload, screen(run, workload, end, following), end)
     geometries = geometries or [Geometry(pipeline=default.pipeline, BT=default.BT, BC=default.BC)]
-    run.crew.drop(later=False)
+    run.crew.drop(later=True)
     prefetch(run, make_bench(run, workload, geometries[0]))
-    if run.crew.overlap and following is not None and following.direction == workload.direction:
-        for geometry in geometries:
+    if run.crew.overlap and following is not None:
+        prefetch_plans(run, following, urgent=False)
+        for geometry in geometries if following.direction == workload.direction else ():
             prefetch(run, make_bench(run, following, geometry), urgent=False)
     results: list[StageResult] = []
     for number, geometry in enumerate(geometries):
@@ -279,9 +281,9 @@ def _tune_stages(run: Run, bench: Bench, end: float | None, share: float | None)
         share: when this bench's share of the time ends; until the end every stage makes its first trials all the same.
     """
     geometry = Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC)
-    stages = bench.pipeline.stages_of(bench.workload.problem())
     times = {} if end is not None and time.monotonic() > end else time_stages(run, bench)
-    stages = sorted(stages, key=lambda stage: -times.get(stage.name, 0.0))
+    launched = bench.pipeline.stages_of(bench.workload.problem())
+    stages = sorted(launched, key=lambda stage: -times.get(stage.name, 0.0))
     results = []
     for number, stage in enumerate(stages):
         run.crew.drop(later=False)  # what the last search had no time for
