@@ -497,7 +497,7 @@ def screened(*medians: float | None) -> list[screening.Screened]:
 
 @pytest.mark.parametrize(
     ("medians", "chosen"),
-    [((10.0, 11.0, 10.5), [64, 16]), ((30.0, 20.0, 10.0), [16]), ((None, 20.0, None), [32]), ((None, None), [])],
+    [((10.0, 12.0, 10.5), [64, 16]), ((30.0, 20.0, 10.0), [16]), ((None, 20.0, None), [32]), ((None, None), [])],
 )
 def test_the_best_geometry_is_tuned_and_a_close_second(medians: tuple[float | None, ...], chosen: list[int]) -> None:
     quiet = SimpleNamespace(device=CPU)

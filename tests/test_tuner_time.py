@@ -42,14 +42,14 @@ def simulate_h100(patch: pytest.MonkeyPatch, plan_us: Any, **options: Any) -> Si
 def test_a_short_limit_still_searches_what_takes_most_of_the_time(
     plan_us: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels take 8 s, and a workload's default plans alone use ten: the second workload finds its own ready."""
+    """Kernels take 8 s, and ten of them are in the default plans alone: from the second workload on they are ready."""
     simulation = simulate_h100(monkeypatch, plan_us)
     for report in tune(simulation, tmp_path, WORKLOADS).workloads[1:]:
         stages = list(report.stages)
         share = [STAGE_US.get(stage.stage, 50.0) for stage in stages]
         assert share == sorted(share, reverse=True)
         trials = len(stages[0].search.trials)
-        assert trials >= 8 or stages[0].search.stopped_because.startswith("all "), (report.workload.name, trials)
+        assert trials >= 4 or stages[0].search.stopped_because.startswith("all "), (report.workload.name, trials)
 
 
 @pytest.mark.parametrize("plan_us", [staged_wins, hopper_wins])
