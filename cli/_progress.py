@@ -20,6 +20,7 @@ from kda_tl.progress import (
     GeometryScreened,
     PlanDone,
     PlanResult,
+    RunStarted,
     StageDone,
     StageResult,
     StageStarted,
@@ -74,6 +75,7 @@ class TuneProgress:
     def __call__(self, event: Event) -> None:
         """Takes one event."""
         handlers: dict[type, Any] = {
+            RunStarted: lambda e: self._write(describe_run(e)),
             WorkloadStarted: self._start_workload,
             GeometryScreened: self._screen,
             StageStarted: self._start_stage,
@@ -96,7 +98,8 @@ class TuneProgress:
     def _start_workload(self, event: WorkloadStarted) -> None:
         self.where = f"{event.workload.name} ({event.index + 1} of {event.total})"
         self.stage, self.doing = None, "timing the default plans"
-        self._write(f"{self.where}: {describe_workload(event.workload)}")
+        left = f", about {format_span(event.left_s)} left" if event.index else ""
+        self._write(f"{self.where}{left}: {describe_workload(event.workload)}")
         self._write_off_terminal(self.doing)
 
     def _screen(self, event: GeometryScreened) -> None:
@@ -178,6 +181,24 @@ class TuneProgress:
             f"trial {self.trial.number}/{self.trial.of}   best {format_us(best)}   "
             f"default {format_us(default)}   gain {gain}"
         )
+
+
+def describe_run(event: RunStarted) -> str:
+    """How long a run takes at most or about, and what it has to compile, in one line."""
+    count = "1 workload" if event.workloads == 1 else f"{event.workloads} workloads"
+    if event.limit_s is None:
+        time_s = f"{count}, no time limit: about {format_span(event.about_s)}"
+    else:
+        most = f"up to {format_span(event.limit_s * event.workloads)}"
+        time_s = f"{count}, at most {event.limit_s:g} s each: {most}, about {format_span(event.about_s)}"
+    return f"{time_s}; about {event.kernels} kernels to compile on {event.jobs} cores."
+
+
+def format_span(seconds: float) -> str:
+    """A span of time, rounded: ``40 s``, ``12 min``, ``1.5 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def describe_workload(w: Workload) -> str:

@@ -21,7 +21,7 @@ from kda_tl.stage import Config
 from kda_tl.trial import Prepare, Rounds
 
 ROUNDS = {"cuda": 9, "cpu": 5}
-PLANS, _CONTEST = "/plans", "/contest"  # ends of the studies that are no searches
+PLANS, STAGES, _CONTEST = "/plans", "/stages", "/contest"  # ends of the studies that are no searches
 
 T = TypeVar("T", bound=Hashable)
 
@@ -43,7 +43,7 @@ class Run:
         seed: of inputs and sampler.
         pipeline: the only one whose plans are searched and compete, its own default plan among them; None for all.
         emit: called with every event.
-        known: contests and plans in the journal, by study and config; see :func:`load_known`.
+        known: contests, plans and times of stages in the journal, by study and config; see :func:`load_known`.
         winners: last winner by stage and geometry, a seed for the next workload.
     """
 
@@ -59,11 +59,11 @@ class Run:
     winners: dict[tuple[str, Geometry], Config] = field(default_factory=dict)
 
     def recall(self, study: str, config: Mapping[str, Any]) -> Trial | None:
-        """What the journal holds of a contest or plan."""
+        """What the journal holds of a contest, a plan or the times of a plan's stages."""
         return self.known.get((study, _as_text(config)))
 
     def remember(self, trial: Trial) -> Trial:
-        """Journals a contest or plan."""
+        """Journals what :meth:`recall` finds."""
         Journal(self.journal).append(trial)
         self.known[trial.study, _as_text(trial.config)] = trial
         return trial
@@ -94,9 +94,9 @@ class Run:
 
 
 def load_known(journal: Path) -> dict[tuple[str, str], Trial]:
-    """The journal's contests and plans for :attr:`Run.known`."""
+    """The journal's contests, plans and times of stages for :attr:`Run.known`."""
     trials = Journal(journal).trials()
-    return {(t.study, _as_text(t.config)): t for t in trials if t.study.endswith((PLANS, _CONTEST))}
+    return {(t.study, _as_text(t.config)): t for t in trials if t.study.endswith((PLANS, STAGES, _CONTEST))}
 
 
 def _as_text(config: Mapping[str, Any]) -> str:
@@ -162,7 +162,21 @@ def hold_contest(
     Raises:
         WorkerFailure: the contest gave no result.
     """
-    config = {"entrants": list(entrants.values())}
+    rounds, reps = measure_in_turns(run, study, list(entrants.values()), request, bench)
+    return decide(dict(zip(entrants, rounds, strict=True)), reps, default)
+
+
+def measure_in_turns(
+    run: Run, study: str, entrants: Sequence[Mapping[str, Any]], request: Request, bench: Bench | None = None
+) -> tuple[list[list[float]], int]:
+    """Medians of the rounds of each entrant and the repetitions of a round, measured or from the journal.
+
+    Arguments as for :func:`hold_contest`; ``entrants`` are their stored forms.
+
+    Raises:
+        WorkerFailure: the contest gave no result.
+    """
+    config = {"entrants": list(entrants)}
     known = run.recall(study + _CONTEST, config)
     if known is None:
         rounds: Rounds = run.measure(request, bench)
@@ -176,7 +190,7 @@ def hold_contest(
                 extra={"rounds": rounds.medians_us, "reps": rounds.reps},
             )
         )
-    return decide(dict(zip(entrants, known.extra["rounds"], strict=True)), known.extra["reps"], default)
+    return known.extra["rounds"], known.extra["reps"]
 
 
 def decide(

@@ -6,6 +6,7 @@ are timed; on the CPU target compilers would take the cores that are measured, s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
@@ -56,7 +57,9 @@ class Crew:
         self._asked: set[Hashable] = set()
         self._results: dict[Hashable, Any | WorkerFailure] = {}
         self._meter = IsolatedWorker(TARGET, 0.0)
+        self._warming = False
         self._prepared: Hashable = None
+        self.useful_until: float | None = None  # urgent jobs that will not end by then wait behind those that are not
 
     @property
     def size(self) -> int:
@@ -79,14 +82,39 @@ class Crew:
         """
         for job in jobs:
             key = job.key
-            if key not in self._asked:
+            if key not in self._asked or (urgent and key in self._later):
+                self._later.pop(key, None)
                 self._asked.add(key)
                 (self._urgent if urgent else self._later)[key] = job
         if self.overlap:
             self._feed()
 
+    def drop(self, *, later: bool) -> None:
+        """Forgets jobs that nobody has begun: what is needed next shall not wait behind them.
+
+        Args:
+            later: those that are not urgent too.
+        """
+        for queue in (self._urgent, self._later) if later else (self._urgent,):
+            self._asked.difference_update(queue)
+            queue.clear()
+
+    def finished(self, key: Hashable) -> bool:
+        """Whether the job of this key was done, or failed."""
+        return key in self._results
+
+    def mean_result(self) -> float | None:
+        """Mean of the results that are numbers: of jobs that compile, the seconds that one takes."""
+        numbers = [result for result in self._results.values() if isinstance(result, float)]
+        return sum(numbers) / len(numbers) if numbers else None
+
     def hurry(self, jobs: Iterable[Job]) -> None:
         """Has jobs done next, in order, whether they were enqueued before or not; nothing is done twice."""
+        self._put_first(jobs)
+        if self.overlap:
+            self._feed()
+
+    def _put_first(self, jobs: Iterable[Job]) -> None:
         for job in reversed(list(jobs)):
             key = job.key
             if key not in self._asked or key in self._urgent or key in self._later:
@@ -94,8 +122,6 @@ class Crew:
                 self._later.pop(key, None)
                 self._urgent[key] = job
                 self._urgent.move_to_end(key, last=False)
-        if self.overlap:
-            self._feed()
 
     def result(self, job: Job, *, deadline: float | None = None) -> Any | WorkerFailure:
         """Waits for a job, which is done next if it is not done.
@@ -110,15 +136,28 @@ class Crew:
         Raises:
             OutOfTime: the deadline passed.
         """
-        self.hurry([job])
+        self._put_first([job])
         key = job.key
         while key not in self._results:
             if deadline is not None and time.monotonic() > deadline:
                 raise OutOfTime
-            self._feed()
+            self._feed(first=key)
             wait_any(list(self._busy))
             self._collect()
         return self._results[key]
+
+    def warm_up(self, request: Request) -> None:
+        """Starts the measuring process ahead of its first request, with one whose result does not matter."""
+        self._meter.timeout_s = request.timeout_s
+        self._meter.submit(request)
+        self._warming = True
+
+    def await_warm(self) -> None:
+        """Waits for :meth:`warm_up`; what is wrong with it shows in the next request."""
+        if self._warming:
+            self._warming = False
+            with contextlib.suppress(WorkerFailure):
+                self._await_meter()
 
     def prepare(self, job: Job) -> None:
         """Runs a job in the measuring process unless the last one prepared there was the same.
@@ -140,33 +179,41 @@ class Crew:
         while self._busy and not self.overlap:
             wait_any(list(self._busy))
             self._collect()
-        self._meter.timeout_s = request.timeout_s
         try:
+            self.await_warm()
+            self._meter.timeout_s = request.timeout_s
             self._meter.submit(request)
-            while (result := self._meter.poll()) is PENDING:
-                wait_any([self._meter, *self._busy])
-                self._collect()
-                if self.overlap:
-                    self._feed()
-            return result
+            return self._await_meter()
         except WorkerError:
             raise
         except BaseException:  # Ctrl-C too: an answer that nobody waits for must not meet the next request
             self.restart_meter()
             raise
 
+    def _await_meter(self) -> Any:
+        while (result := self._meter.poll()) is PENDING:
+            wait_any([self._meter, *self._busy])
+            self._collect()
+            if self.overlap:
+                self._feed()
+        return result
+
     def restart_meter(self) -> None:
         """Ends the measuring process; the next request starts another, unprepared."""
-        self._prepared = None
+        self._prepared, self._warming = None, False
         self._meter.kill()
 
-    def _feed(self) -> None:
-        while self._idle and (queue := self._urgent or self._later):
-            key, job = queue.popitem(last=False)
+    def _feed(self, first: Hashable = None) -> None:
+        while self._idle and (self._urgent or self._later):
+            late = self._later and first not in self._urgent and self._is_late()
+            key, job = (self._later if late else self._urgent or self._later).popitem(last=False)
             worker = self._idle.pop()
             worker.timeout_s = job.timeout_s
             self._busy[worker] = key
             worker.submit(job)
+
+    def _is_late(self) -> bool:
+        return self.useful_until is not None and time.monotonic() + (self.mean_result() or 0.0) > self.useful_until
 
     def _collect(self) -> None:
         for worker in list(self._busy):

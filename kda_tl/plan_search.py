@@ -1,4 +1,4 @@
-"""Whole plans: geometries screened with default configs, and the contest that gives the database its entry."""
+"""Whole plans: how one is run, and the contest that gives the database its entry."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kda_tl import db
 from kda_tl.contest import PLANS, ROUNDS, Run, Verdict, describe_failure, hold_contest
-from kda_tl.crew import OutOfTime
-from kda_tl.dispatch import DEFAULT_BC, find_rejection, numerics_class, pipeline_defaults
+from kda_tl.dispatch import numerics_class, pipeline_defaults
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import read_gpu_state
-from kda_tl.progress import Geometry, GeometryScreened, PlanDone, PlanResult
+from kda_tl.progress import Geometry, PlanDone, PlanResult
 from kda_tl.records import Check, Entry, Key, Timing, VsDefault
-from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan
+from kda_tl.stage import Case, Config, Plan
 from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
 from kda_tl.trial import CompileJob, PlanContest, PlanTrial
 from kda_tl.workloads import Workload
@@ -27,14 +26,6 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("balanced", "time", "memory")
 _PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Screened:
-    """A geometry with the time of its default plan, None if that does not run."""
-
-    geometry: Geometry
-    median_us: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,71 +84,19 @@ def searched_pipelines(run: Run, workload: Workload) -> list[Pipeline]:
 def default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
     """The plan of each geometry when nothing is tuned."""
     for geometry in geometries:
-        yield pipeline_defaults(geometry.pipeline, _case_of(run, workload, geometry))
+        yield pipeline_defaults(geometry.pipeline, case_of(run, workload, geometry))
 
 
-def _case_of(run: Run, workload: Workload, geometry: Geometry | Plan) -> Case:
+def case_of(run: Run, workload: Workload, geometry: Geometry | Plan) -> Case:
+    """What kernels of that geometry are built for."""
     return Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
 
 
-def screen(run: Run, workload: Workload, deadline: float | None = None) -> list[Screened]:
-    """Times the default plan of every searched pipeline and BT end to end, then of the other BC with the best of these.
-
-    Every pipeline is timed once, whatever the deadline: the choice of a pipeline matters more than anything after it.
-    """
-    geometries = _first_geometries(run, workload)
-    first_of = {g.pipeline: g for g in reversed(geometries)}
-    found = _screen(run, workload, geometries, deadline, always=tuple(first_of.values()))
-    best = min((s for s in found if s.median_us), key=lambda s: s.median_us or 0.0, default=None)
-    if best is None:
-        return found
-    g = best.geometry
-    others = [Geometry(pipeline=g.pipeline, BT=g.BT, BC=BC) for BC in BC_CHOICES if BC != g.BC and g.BT % BC == 0]
-    return found + _screen(run, workload, _keep_possible(run, workload, others), deadline)
-
-
-def prefetch_screen(run: Run, workload: Workload) -> None:
-    """Has the kernels compiled that :func:`screen` needs first, when nothing else is to be compiled."""
-    plans = default_plans(run, workload, _first_geometries(run, workload))
-    run.crew.enqueue((job for plan in plans for job in _kernels(run, workload, plan)), urgent=False)
-
-
-def _first_geometries(run: Run, workload: Workload) -> list[Geometry]:
-    pipelines = searched_pipelines(run, workload)
-    geometries = [Geometry(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
-    return _keep_possible(run, workload, geometries)
-
-
-def _keep_possible(run: Run, workload: Workload, geometries: list[Geometry]) -> list[Geometry]:
-    """Those that every stage has a config for; what a pipeline is not written for is no trial."""
-    plans = zip(geometries, default_plans(run, workload, geometries), strict=True)
-    return [geometry for geometry, plan in plans if not find_rejection(plan, _case_of(run, workload, geometry))]
-
-
-def _screen(
-    run: Run,
-    workload: Workload,
-    geometries: list[Geometry],
-    deadline: float | None,
-    always: Sequence[Geometry] = (),
-) -> list[Screened]:
-    plans = list(default_plans(run, workload, geometries))
-    run.crew.enqueue(job for plan in plans for job in _kernels(run, workload, plan))
-    screened = []
-    for geometry, plan in zip(geometries, plans, strict=True):
-        try:
-            result, resumed = run_plan(run, workload, plan, None if geometry in always else deadline)
-        except OutOfTime:
-            continue
-        run.emit(GeometryScreened(workload=workload, geometry=geometry, result=result, resumed=resumed))
-        screened.append(Screened(geometry=geometry, median_us=result.median_us))
-    return screened
-
-
-def _kernels(run: Run, workload: Workload, plan: Plan) -> list[CompileJob]:
+def list_kernels(run: Run, workload: Workload, plan: Plan) -> list[CompileJob]:
+    """What is to be compiled for a plan."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    case = _case_of(run, workload, plan)
+    case = case_of(run, workload, plan)
     stages = PIPELINES[plan.pipeline].stages_of(case.problem)
     return [job for stage in stages for job in compile_jobs(stage, case, [plan.config(stage.name)])]
 
@@ -188,7 +127,7 @@ def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = 
 
 
 def _try_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None) -> Outcome:
-    for job in _kernels(run, workload, plan):
+    for job in list_kernels(run, workload, plan):
         compiled = run.crew.result(job, deadline=deadline)
         if isinstance(compiled, WorkerFailure):
             return describe_failure(compiled)
@@ -227,13 +166,7 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
     valid = sorted((r for r in results.values() if r.median_us is not None), key=lambda r: r.median_us or 0.0)
     if not valid:
         return Final(plans=tuple(results.values()), entry=None)
-    request = PlanContest(
-        plans=tuple(r.plan for r in valid),
-        workload=workload,
-        device=run.device,
-        rounds=ROUNDS[run.device.kind],
-        seed=run.seed,
-    )
+    request = contest_of(run, workload, [r.plan for r in valid])
     entrants = {r.plan: r.plan.as_dict() for r in valid}
     base = default if default in entrants else None
     try:
@@ -242,6 +175,12 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
         raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
     entry = _make_entry(run, workload, verdict, results[verdict.winner], results[default], counts)
     return Final(plans=tuple(results.values()), entry=entry)
+
+
+def contest_of(run: Run, workload: Workload, plans: Sequence[Plan]) -> PlanContest:
+    """The request that measures plans in turns."""
+    rounds = ROUNDS[run.device.kind]
+    return PlanContest(plans=tuple(plans), workload=workload, device=run.device, rounds=rounds, seed=run.seed)
 
 
 def _enter(run: Run, workload: Workload, plan: Plan) -> PlanResult:

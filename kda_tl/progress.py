@@ -141,12 +141,35 @@ class TuneReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunStarted:
+    """A tuning run begins.
+
+    Attributes:
+        workloads: how many it tunes.
+        limit_s: most seconds a workload, None without a limit.
+        kernels: about how many there are to compile; those in TileLang's cache take no time.
+        jobs: processes that compile.
+        about_s: estimate of the seconds it will take.
+    """
+
+    workloads: int
+    limit_s: float | None
+    kernels: int
+    jobs: int
+    about_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkloadStarted:
-    """Tuning of a workload begins; it is number ``index`` (from 0) of ``total``."""
+    """Tuning of a workload begins; it is number ``index`` (from 0) of ``total``.
+
+    ``left_s`` is an estimate, at the pace so far, of the seconds that it and those after it will take.
+    """
 
     workload: Workload
     index: int
     total: int
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,5 +251,5 @@ class WorkloadDone:
     report: WorkloadReport
 
 
-Event = WorkloadStarted | GeometryScreened | StageStarted | TrialDone | StageDone | PlanDone | WorkloadDone
+Event = RunStarted | WorkloadStarted | GeometryScreened | StageStarted | TrialDone | StageDone | PlanDone | WorkloadDone
 OnEvent = Callable[[Event], None]

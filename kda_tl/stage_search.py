@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,22 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kda_tl.bench import Bench
-from kda_tl.contest import ROUNDS, Run, Verdict, describe_failure, hold_contest
+from kda_tl.contest import ROUNDS, STAGES, Run, Verdict, describe_failure, hold_contest
 from kda_tl.crew import OutOfTime
 from kda_tl.isolate import WorkerFailure
-from kda_tl.journal import Outcome
+from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import summarise
 from kda_tl.progress import Geometry, StageDone, StageResult, StageStarted, TrialDone
 from kda_tl.records import Key
 from kda_tl.search import Evaluation, SearchResult, search, sort_valid
 from kda_tl.stage import Case, Config, Stage
-from kda_tl.trial import COMPILE_TIMEOUT_S, CompileJob, IdentifyJob, StageContest, StageTrial
+from kda_tl.trial import COMPILE_TIMEOUT_S, CompileJob, IdentifyJob, StageContest, StageTimes, StageTrial
+from kda_tl.workloads import Workload
 
 FINALISTS = 8
 _NEAR = 1.1  # how far behind the best a finalist may be: over 8 interleaved rounds nothing has made up for 10 %
 _TRIAL_TIMEOUT_S = {"cuda": 40.0, "cpu": 60.0}
 _VERDICT = ("winner", "median_us", "mad_us", "default_us", "ratio", "ci95")  # fields that a stage's result takes over
-_PREFETCH = 11  # of a space that is sampled: the default and the best ranked seeds, which are surely asked for
+SURE = 8  # trials of a stage that its share of the time does not limit: the default and the best ranked
 
 
 def count_cores() -> int:
@@ -66,33 +68,79 @@ def compile_jobs(stage: Stage, case: Case, configs: Iterable[Config]) -> list[Co
     return [CompileJob(stage=stage, case=case, config=config, timeout_s=COMPILE_TIMEOUT_S) for config in configs]
 
 
-def prefetch(run: Run, bench: Bench, *, urgent: bool = True) -> None:
-    """Has the kernels compiled that the search of each stage of a bench will surely ask for."""
+def make_bench(run: Run, workload: Workload, geometry: Geometry) -> Bench:
+    """What the stages of a geometry are measured on."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    return Bench(
+        pipeline=PIPELINES[geometry.pipeline],
+        workload=workload,
+        device=run.device,
+        BT=geometry.BT,
+        BC=geometry.BC,
+        seed=run.seed,
+    )
+
+
+def prefetch(run: Run, bench: Bench, *, stages: Sequence[Stage] | None = None, urgent: bool = True) -> None:
+    """Has the kernels compiled that the searches of a bench's stages begin with.
+
+    Args:
+        run: the tuning run.
+        bench: what is searched.
+        stages: in the order of their searches; that of the pipeline unless given.
+        urgent: whether they are what is measured next.
+    """
     ranked = [
         (stage, rank_by_distance(split_space(stage, bench.case)[0], stage.default(bench.case)))
-        for stage in bench.pipeline.stages_of(bench.case.problem)
+        for stage in stages or bench.pipeline.stages_of(bench.case.problem)
     ]
     run.crew.enqueue((_identify_job(stage, bench.case, configs) for stage, configs in ranked), urgent=urgent)
     for stage, configs in ranked:
-        sure = configs if len(configs) <= run.budget else configs[:_PREFETCH]
-        run.crew.enqueue(compile_jobs(stage, bench.case, sure), urgent=urgent)
+        run.crew.enqueue(compile_jobs(stage, bench.case, configs[: min(SURE, run.budget)]), urgent=urgent)
+
+
+def time_stages(run: Run, bench: Bench) -> dict[str, float]:
+    """Microseconds of every stage with its default config, measured or from the journal; empty if that fails.
+
+    Raises:
+        PrepareError: the workload does not run with default configs.
+        DatabaseError: the journal cannot be written.
+    """
+    problem, stages = bench.workload.problem(), bench.pipeline.stages_of(bench.case.problem)
+    prints = hashlib.sha256("".join(fingerprint(stage) for stage in stages).encode()).hexdigest()[:16]
+    study = "/".join([run.device.slug, f"{problem.key}-{bench.workload.decay}", compiler_version(), prints]) + STAGES
+    config = {"pipeline": bench.pipeline.name, "BT": bench.BT, "BC": bench.BC}
+    known = run.recall(study, config)
+    if known is None:
+        try:
+            times = run.measure(StageTimes(bench=bench), bench)
+        except WorkerFailure:  # the searches will show what is wrong
+            return {}
+        total = sum(times.values())
+        known = run.remember(Trial(study=study, config=config, status="ok", median_us=total, extra={"stages": times}))
+    return dict(known.extra["stages"])
 
 
 def _identify_job(stage: Stage, case: Case, ranked: Sequence[Config]) -> IdentifyJob:
     return IdentifyJob(stage=stage, case=case, configs=(ranked[0], ranked[-1]) if ranked else ())
 
 
-def name_study(run: Run, bench: Bench, stage: Stage, candidates: Sequence[Config]) -> str:
+def name_study(
+    run: Run, bench: Bench, stage: Stage, candidates: Sequence[Config], deadline: float | None = None
+) -> str:
     """Identity of what is searched: equal for two workloads if the same kernels run on as many tokens.
 
     Kernels are compared by their text before lowering, for the default and the candidate farthest from it: stages
-    after the gate are the same for all gate modes, and only one stage depends on BC.
+    after the gate are the same for all gate modes, and only one stage depends on BC. Where the deadline passes first,
+    nothing will be searched, and the problem itself takes their place.
     """
     case, problem = bench.case, bench.workload.problem()
     ranked = rank_by_distance(candidates, stage.default(case))
-    kernels = run.crew.result(_identify_job(stage, case, ranked))
-    if isinstance(kernels, WorkerFailure):
-        kernels = repr((problem.without_lengths(), case.BT, case.BC))
+    kernels = repr((problem.without_lengths(), case.BT, case.BC))
+    with contextlib.suppress(OutOfTime):
+        found = run.crew.result(_identify_job(stage, case, ranked), deadline=deadline)
+        kernels = kernels if isinstance(found, WorkerFailure) else found
     digest = hashlib.sha256("\n".join([fingerprint(stage), kernels, *map(repr, candidates)]).encode())
     key = Key.of(problem)
     lengths = f"tokens{key.tokens_bucket}-longest{key.longest_bucket}-n{problem.sequences}"
@@ -131,7 +179,8 @@ class _Search:
     stage: Stage
     of: int
     default: Config
-    deadline: float | None
+    deadline: float | None  # of its share
+    limit: float | None
     trials: list[Evaluation] = field(default_factory=list)
 
     @property
@@ -140,7 +189,8 @@ class _Search:
         return valid[0].outcome.median_us if valid else None
 
     def evaluate(self, config: Config) -> Outcome:
-        if self.deadline is not None and time.monotonic() > self.deadline:
+        deadline = self.limit if len(self.trials) < SURE else self.deadline
+        if deadline is not None and time.monotonic() > deadline:
             raise OutOfTime
         case, crew = self.bench.case, self.run.crew
         (job,) = compile_jobs(self.stage, case, [config])
@@ -148,8 +198,8 @@ class _Search:
         others = [one for s in stages for one in compile_jobs(s, case, [s.default(case)])]
         crew.hurry([*others, job])
         for other in others:  # the measuring process runs them to make this stage's inputs
-            crew.result(other, deadline=self.deadline)
-        compiled = crew.result(job, deadline=self.deadline)
+            crew.result(other, deadline=deadline)
+        compiled = crew.result(job, deadline=deadline)
         if isinstance(compiled, WorkerFailure):
             return describe_failure(compiled)
         trial = StageTrial(
@@ -181,6 +231,8 @@ class _Search:
 
     def search(self, candidates: Sequence[Config], study: str, seeds: Sequence[Config]) -> SearchResult:
         run, stage, case = self.run, self.stage, self.bench.case
+        if len(candidates) <= run.budget:  # all are enumerated: the pool need not wait for what is proposed
+            run.crew.enqueue(compile_jobs(stage, case, rank_by_distance(candidates, self.default)))
         try:
             return search(
                 candidates,
@@ -208,7 +260,13 @@ class _Search:
 
 
 def tune_stage(
-    run: Run, bench: Bench, stage: Stage, *, deadline: float | None = None, seeds: Sequence[Config] = ()
+    run: Run,
+    bench: Bench,
+    stage: Stage,
+    *,
+    deadline: float | None = None,
+    share: float | None = None,
+    seeds: Sequence[Config] = (),
 ) -> StageResult:
     """Searches one stage on a bench and holds the contest of its finalists.
 
@@ -217,6 +275,7 @@ def tune_stage(
         bench: what it is measured on; its pipeline holds the stage.
         stage: the stage.
         deadline: ``time.monotonic`` when the search ends with what it has.
+        share: when it ends if it has made its first trials, the best ranked; the deadline unless given.
         seeds: configs to try early.
 
     Raises:
@@ -226,7 +285,7 @@ def tune_stage(
     begin = time.monotonic()
     candidates, rejected = split_space(stage, bench.case)
     default = stage.default(bench.case)
-    study = name_study(run, bench, stage, candidates)
+    study = name_study(run, bench, stage, candidates, deadline)
     started = StageStarted(
         workload=bench.workload,
         stage=stage.name,
@@ -237,7 +296,9 @@ def tune_stage(
         rejected=rejected,
     )
     run.emit(started)
-    found = _Search(run, bench, stage, started.budget, default, deadline).search(candidates, study, seeds)
+    found = _Search(run, bench, stage, started.budget, default, share or deadline, deadline).search(
+        candidates, study, seeds
+    )
     verdict = _choose(run, bench, stage, study, found, default)
     known = {} if verdict is None else {name: getattr(verdict, name) for name in _VERDICT}
     result = StageResult(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import statistics
 import time
@@ -23,7 +24,7 @@ from kda_tl.bench import (
     torch_device,
 )
 from kda_tl.device import Device
-from kda_tl.errors import WrongResultError
+from kda_tl.errors import CompileError, WrongResultError
 from kda_tl.journal import Outcome
 from kda_tl.kernel import compile_stage
 from kda_tl.measure import cuda_graph, time_interleaved, time_launch
@@ -113,6 +114,35 @@ class Prepare:
         """Fills the caches of this process."""
         record(self.bench)
         judge(self.bench)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Starts a process: its imports are done, and the device is there."""
+
+    device: Device
+    timeout_s: float = 120.0
+
+    def run(self) -> None:
+        """Touches the device."""
+        torch.zeros(1, device=torch_device(self.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Times every stage of a bench with its default config: what a pass's time is made of."""
+
+    bench: Bench
+    timeout_s: float = 60.0
+
+    def run(self) -> dict[str, float]:
+        """Returns median microseconds by stage; a stage whose default does not compile is left out."""
+        case, where, times = self.bench.case, torch_device(self.bench.device), {}
+        for stage in self.bench.pipeline.stages_of(case.problem):
+            with contextlib.suppress(CompileError):
+                launch = stage_launch(compile_stage(stage, case, stage.default(case)), self.bench)
+                times[stage.name] = statistics.median(time_launch(launch, where, reps=FIRST_REPS))
+        return times
 
 
 @dataclass(frozen=True, kw_only=True)

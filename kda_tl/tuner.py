@@ -21,26 +21,27 @@ from kda_tl.crew import Crew
 from kda_tl.device import Device
 from kda_tl.dispatch import DEFAULT_PIPELINES, default_plan, resolve
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
+from kda_tl.forecast import Forecast
 from kda_tl.kernel import require_compiler
-from kda_tl.plan_search import (
-    OBJECTIVES,
-    Screened,
-    compete,
-    default_plans,
-    plan_of,
-    prefetch_screen,
-    require_pipeline,
-    screen,
-    searched_pipelines,
+from kda_tl.plan_search import OBJECTIVES, compete, default_plans, plan_of, require_pipeline, searched_pipelines
+from kda_tl.progress import (
+    Geometry,
+    OnEvent,
+    RunStarted,
+    StageResult,
+    TuneReport,
+    WorkloadDone,
+    WorkloadReport,
+    WorkloadStarted,
 )
-from kda_tl.progress import Geometry, OnEvent, StageResult, TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
+from kda_tl.screening import choose_geometries, prefetch_plans, screen
 from kda_tl.stage import Config, Plan, Stage
-from kda_tl.stage_search import count_cores, prefetch, split_space, tune_stage
+from kda_tl.stage_search import count_cores, make_bench, prefetch, time_stages, tune_stage
+from kda_tl.trial import WarmUp
 from kda_tl.workloads import Workload
 
 DEFAULT_BUDGET = 64
 DEFAULT_OBJECTIVE = "balanced"
-_CLOSE = 1.15  # a geometry whose default plan is this near to the best one's is tuned too, if it is the second
 _FINAL_SHARE = 0.1  # of the time limit, kept for the contest of plans
 
 
@@ -110,8 +111,23 @@ def tune(
             pipeline=pipeline,
         )
         runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
+        forecast = Forecast(shared, workloads, stage, timeout_s)
+        emit(
+            RunStarted(
+                workloads=len(workloads),
+                limit_s=timeout_s,
+                kernels=forecast.count_kernels(),
+                jobs=crew.size,
+                about_s=forecast.left_s(),
+            )
+        )
+        crew.warm_up(WarmUp(device=device))
+        if overlap and stage is None:  # the start of the workers is on nobody's time
+            prefetch_plans(shared, workloads[0])
+            crew.await_warm()
         for index, workload in enumerate(workloads):
-            emit(WorkloadStarted(workload=workload, index=index, total=len(workloads)))
+            left_s = forecast.left_s(index)
+            emit(WorkloadStarted(workload=workload, index=index, total=len(workloads), left_s=left_s))
             following = workloads[index + 1] if index + 1 < len(workloads) else None
             run = runs[journals[index]]
             report = tune_workload(run, workload, folder, stage=stage, timeout_s=timeout_s, following=following)
@@ -196,20 +212,6 @@ def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: floa
     return _add_stages(report, [result])
 
 
-def make_bench(run: Run, workload: Workload, geometry: Geometry) -> Bench:
-    """What the stages of a geometry are measured on."""
-    from kda_tl.templates.pipelines import PIPELINES
-
-    return Bench(
-        pipeline=PIPELINES[geometry.pipeline],
-        workload=workload,
-        device=run.device,
-        BT=geometry.BT,
-        BC=geometry.BC,
-        seed=run.seed,
-    )
-
-
 def tune_plan(
     run: Run, report: WorkloadReport, db_dir: Path, *, deadline: float | None = None, following: Workload | None = None
 ) -> WorkloadReport:
@@ -229,18 +231,26 @@ def tune_plan(
     problem = workload.problem()
     default = default_plan(problem, run.device, pipeline=run.pipeline)
     report = replace(report, default=default)
-    geometries = choose_geometries(screen(run, workload, deadline), default)
+    end = None if deadline is None else deadline - _FINAL_SHARE * max(0.0, deadline - time.monotonic())
+    run.crew.useful_until = None
+    run.crew.drop(later=True)  # what the last workload had no time for, and prefetched for this one
+    geometries = choose_geometries(run, workload, screen(run, workload, end, following), end)
+    geometries = geometries or [Geometry(pipeline=default.pipeline, BT=default.BT, BC=default.BC)]
+    run.crew.drop(later=True)
+    prefetch(run, make_bench(run, workload, geometries[0]))
     if run.crew.overlap and following is not None:
-        prefetch_screen(run, following)
+        prefetch_plans(run, following, urgent=False)
         for geometry in geometries if following.direction == workload.direction else ():
             prefetch(run, make_bench(run, following, geometry), urgent=False)
-    if deadline is not None:
-        deadline -= _FINAL_SHARE * max(0.0, deadline - time.monotonic())
     results: list[StageResult] = []
     for number, geometry in enumerate(geometries):
-        share = _share(deadline, len(geometries) - number)
-        results += _tune_stages(run, make_bench(run, workload, geometry), share)
+        if number and end is not None and time.monotonic() > end:  # its default plan competes
+            break
+        share = _share(end, len(geometries) - number)
+        results += _tune_stages(run, make_bench(run, workload, geometry), end, share)
     report = _add_stages(report, results)
+    run.crew.useful_until = None
+    run.crew.drop(later=False)
     final = compete(run, workload, default, _make_plans(run, workload, geometries, results), report.counts)
     if final.entry is None:
         return replace(report, plans=final.plans, failure="no plan computes the right numbers")
@@ -261,25 +271,27 @@ def _make_plans(
     return plans
 
 
-def choose_geometries(screened: Sequence[Screened], default: Plan) -> list[Geometry]:
-    """The fastest geometry, and the second where it is close; the default's where none runs."""
-    valid = sorted((s for s in screened if s.median_us is not None), key=lambda s: s.median_us or 0.0)
-    if not valid:
-        return [Geometry(pipeline=default.pipeline, BT=default.BT, BC=default.BC)]
-    limit = _CLOSE * (valid[0].median_us or 0.0)
-    return [s.geometry for s in valid[:2] if (s.median_us or 0.0) <= limit]
+def _tune_stages(run: Run, bench: Bench, end: float | None, share: float | None) -> list[StageResult]:
+    """Every stage that runs, the longest first; each may take as much of the time left as it takes of the pass's time.
 
-
-def _tune_stages(run: Run, bench: Bench, deadline: float | None) -> list[StageResult]:
-    """Every stage that runs, in order; each may take the share of the time that its number of trials has."""
-    prefetch(run, bench)
+    Args:
+        run: the tuning run.
+        bench: what they are measured on.
+        end: when searching ends.
+        share: when this bench's share of the time ends; until the end every stage makes its first trials all the same.
+    """
     geometry = Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC)
-    stages = bench.pipeline.stages_of(bench.workload.problem())
-    trials = [min(run.budget, len(split_space(stage, bench.case)[0])) for stage in stages]
+    times = {} if end is not None and time.monotonic() > end else time_stages(run, bench)
+    launched = bench.pipeline.stages_of(bench.workload.problem())
+    stages = sorted(launched, key=lambda stage: -times.get(stage.name, 0.0))
     results = []
     for number, stage in enumerate(stages):
-        share = _share(deadline, sum(trials[number:]) / max(trials[number], 1))
-        result = tune_stage(run, bench, stage, deadline=share, seeds=_find_seeds(run, bench, stage, geometry))
+        run.crew.drop(later=False)  # what the last search had no time for
+        prefetch(run, bench, stages=stages[number:])
+        left = [times.get(each.name, 0.0) for each in stages[number:]]
+        part = _share(share, sum(left) / left[0] if left[0] else len(left))
+        seeds = _find_seeds(run, bench, stage, geometry)
+        result = tune_stage(run, bench, stage, deadline=end, share=part, seeds=seeds)
         if result.winner is not None:
             run.winners[stage.name, geometry] = result.winner
         results.append(result)

@@ -13,7 +13,7 @@ LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers th
     "templates",
     "kernel ffi replay program dispatch measure isolate worker",
     "chunk call autograd opaque arguments fla __init__ |"
-    " tuner search propose stage_search plan_search contest bench trial crew progress static",
+    " tuner screening forecast search propose stage_search plan_search contest bench trial crew progress static",
     "cli",
 )
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts.split()}

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import kda_tl
-from kda_tl import db, plan_search, stage_search, templates, tuner
+from kda_tl import db, plan_search, screening, stage_search, templates, tuner
 from kda_tl.bench import Bench, check_plan, make_pass, operator_tensors
 from kda_tl.contest import Run, Verdict, decide, load_known
 from kda_tl.crew import Crew, OutOfTime
@@ -34,6 +34,7 @@ from kda_tl.program import Program
 from kda_tl.progress import (
     Geometry,
     PlanResult,
+    RunStarted,
     StageDone,
     StageResult,
     StageStarted,
@@ -72,8 +73,8 @@ def bench(workload: Workload = WORKLOAD, BT: int = 16, BC: int = 16) -> Bench:
 
 
 def searched(journal: Path) -> list[Trial]:
-    """Trials of searches, without contests and plans."""
-    return [t for t in Journal(journal).trials() if not t.study.endswith(("/contest", "/plans"))]
+    """Trials of searches, without contests, plans and times of stages."""
+    return [t for t in Journal(journal).trials() if not t.study.endswith(("/contest", "/plans", "/stages"))]
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(folder: Path, events: list[Any]) -> TuneReport:
     """A whole run on the two geometries of BT=16."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_search, "BT_CHOICES", (16,))
+        patch.setattr(screening, "BT_CHOICES", (16,))
         return tuner.tune([WORKLOAD], CPU, db_dir=folder, jobs=2, on_event=events.append)
 
 
@@ -271,7 +272,8 @@ def test_the_operator_runs_the_stored_plan(tuned: TuneReport, folder: Path) -> N
 
 
 def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> None:
-    assert isinstance(events[0], WorkloadStarted) and isinstance(events[-1], WorkloadDone)
+    assert isinstance(events[0], RunStarted) and isinstance(events[1], WorkloadStarted)
+    assert isinstance(events[-1], WorkloadDone)
     started = [(e.stage, e.geometry) for e in events if isinstance(e, StageStarted)]
     assert started == [(e.result.stage, e.result.geometry) for e in events if isinstance(e, StageDone)]
     assert {name for name, _ in started} == {stage.name for stage in PIPELINES["staged"].stages}
@@ -285,7 +287,7 @@ def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> No
 def test_the_same_command_measures_nothing_again(
     tuned: TuneReport, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
+    monkeypatch.setattr(screening, "BT_CHOICES", (16,))
     monkeypatch.setattr(Crew, "measure", lambda *_: pytest.fail("something was measured again"))
     (journal,) = tuned.journals
     lines = journal.read_bytes()
@@ -416,8 +418,8 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
 
 
 def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_search, "BT_CHOICES", (16,))
-    monkeypatch.setattr(plan_search, "BC_CHOICES", (16,))
+    monkeypatch.setattr(screening, "BT_CHOICES", (16,))
+    monkeypatch.setattr(screening, "BC_CHOICES", (16,))
     backward = replace(BACKWARD, gate=WORKLOAD.gate)  # shares kernels with the forward
     report = tuner.tune([backward, WORKLOAD], CPU, db_dir=tmp_path, budget=1, jobs=2)
     assert not any(found.failure for found in report.workloads) and db.validate(tmp_path) == []
@@ -480,26 +482,26 @@ def test_every_pipeline_is_timed_when_the_time_is_over(monkeypatch: pytest.Monke
             raise OutOfTime
         return PlanResult(plan=plan, status="ok", median_us=float(plan.BT)), False
 
-    monkeypatch.setattr(plan_search, "run_plan", run_plan)
-    quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, crew=Mock(), emit=Mock())
-    found = plan_search.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
+    monkeypatch.setattr(screening, "run_plan", run_plan)
+    quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, crew=Mock(overlap=False), emit=Mock())
+    found = screening.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
     assert [(s.geometry.pipeline, s.geometry.BT) for s in found] == [
         (name, 64) for name in ("staged", "prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16")
     ]
 
 
-def screened(*medians: float | None) -> list[plan_search.Screened]:
+def screened(*medians: float | None) -> list[screening.Screened]:
     geometries = [Geometry(pipeline="staged", BT=BT, BC=16) for BT in (64, 32, 16)]
-    return [plan_search.Screened(geometry=g, median_us=m) for g, m in zip(geometries, medians, strict=False)]
+    return [screening.Screened(geometry=g, median_us=m) for g, m in zip(geometries, medians, strict=False)]
 
 
 @pytest.mark.parametrize(
     ("medians", "chosen"),
-    [((10.0, 11.0, 10.5), [64, 16]), ((30.0, 20.0, 10.0), [16]), ((None, 20.0, None), [32]), ((None, None), [64])],
+    [((10.0, 12.0, 10.5), [64, 16]), ((30.0, 20.0, 10.0), [16]), ((None, 20.0, None), [32]), ((None, None), [])],
 )
 def test_the_best_geometry_is_tuned_and_a_close_second(medians: tuple[float | None, ...], chosen: list[int]) -> None:
-    default = default_plan(WORKLOAD.problem(), CPU)
-    assert [g.BT for g in tuner.choose_geometries(screened(*medians), default)] == chosen
+    quiet = SimpleNamespace(device=CPU)
+    assert [g.BT for g in screening.choose_geometries(quiet, WORKLOAD, screened(*medians))] == chosen
 
 
 def test_candidates_are_ranked_from_the_default_outwards() -> None:
@@ -532,7 +534,7 @@ def test_contests_and_plans_are_recalled_but_no_trials(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_tuned_on_graphs_of_the_whole_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_search, "BT_CHOICES", (64,))
+    monkeypatch.setattr(screening, "BT_CHOICES", (64,))
     workload = Workload(name="small", T=1000, H=4)
     (report,) = tuner.tune([workload], cuda_device(), budget=2, db_dir=tmp_path).workloads
     assert not report.failure and report.entry is not None and db.validate(tmp_path) == []

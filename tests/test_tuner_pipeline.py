@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kda_tl import db, plan_search, tuner
+from kda_tl import db, screening, tuner
 from kda_tl.device import cpu_device
 from kda_tl.dispatch import default_plan, resolve
 from kda_tl.errors import InputError
@@ -18,7 +18,7 @@ from kda_tl.journal import Journal, Outcome
 from kda_tl.progress import GeometryScreened, StageStarted, TuneReport
 from kda_tl.stage import Plan
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.trial import PlanContest, PlanTrial, Rounds, StageTrial
+from kda_tl.trial import PlanContest, PlanTrial, Rounds, StageTimes, StageTrial
 from kda_tl.workloads import Workload
 
 H200 = known_device("nvidia_h200")
@@ -35,7 +35,7 @@ def time_of(plan: Plan) -> float:
 class MadeUpCrew:
     """In the place of the processes: every kernel compiles, and a plan takes its :func:`time_of`."""
 
-    overlap, size = True, 1
+    overlap, size, useful_until = True, 1, None
 
     def __init__(self) -> None:
         self.measured: list[Any] = []
@@ -52,6 +52,21 @@ class MadeUpCrew:
     def enqueue(self, jobs: Any, *, urgent: bool = True) -> None:
         assert all(job.config.reject(job.case) is None for job in jobs if hasattr(job, "config"))
 
+    def drop(self, *, later: bool) -> None:
+        pass
+
+    def warm_up(self, request: Any) -> None:
+        pass
+
+    def await_warm(self) -> None:
+        pass
+
+    def finished(self, key: Any) -> bool:
+        return False
+
+    def mean_result(self) -> float | None:
+        return None
+
     def hurry(self, jobs: Any) -> None:
         self.enqueue(jobs)
 
@@ -67,6 +82,8 @@ class MadeUpCrew:
             return Rounds(medians_us=[[time_of(plan)] * request.rounds for plan in request.plans], reps=3)
         if isinstance(request, StageTrial):
             return Outcome(status="ok", median_us=1.0, samples_us=[1.0] * 3)
+        if isinstance(request, StageTimes):
+            return {stage.name: 1.0 for stage in request.bench.pipeline.stages}
         assert isinstance(request, PlanTrial)
         us, check = time_of(request.plan), {"max_rel_err": 1e-3, "tolerance": 6e-3}
         extra = {"timed": "graph", "kept_bytes": 1, "call_bytes": 100}
@@ -105,7 +122,7 @@ def test_only_the_pipeline_is_screened_tuned_and_competes(tune: Tune, crew: Made
     events: list[Any] = []
     (report,) = tune(FORWARD, pipeline="staged", on_event=events.append).workloads
     assert not report.failure and report.entry is not None
-    assert set(screened(events)) == {("staged", BT) for BT in plan_search.BT_CHOICES}
+    assert set(screened(events)) == {("staged", BT) for BT in screening.BT_CHOICES}
     assert {e.stage for e in events if isinstance(e, StageStarted)} == set(STAGED)
     assert {plan.pipeline for plan in crew.plans()} == {"staged"}
     events.clear()
@@ -118,7 +135,7 @@ def test_the_gain_is_over_the_default_of_the_pipeline(tune: Tune) -> None:
     (report,) = tune(FORWARD, pipeline="staged").workloads
     default = default_plan(FORWARD.problem(), H200, pipeline="staged")
     assert (default.pipeline, default.BT) == ("staged", 64) and report.default == default == report.plans[0].plan
-    shortest = min(plan_search.BT_CHOICES)
+    shortest = min(screening.BT_CHOICES)
     assert report.entry is not None and report.entry.plan["pipeline"] == "staged"
     assert (report.entry.plan["BT"], report.entry.vs_default.ratio) == (shortest, 64 / shortest)
     assert report.entry.provenance["pipeline"] == "staged"
@@ -159,7 +176,11 @@ def test_the_journal_is_shared_and_contests_are_not(tune: Tune, crew: MadeUpCrew
     assert len(crew.measured) == once
     (journal,) = tmp_path.glob("*/chunk_kda_fwd.trials.jsonl")
     contests = [t.config["entrants"] for t in Journal(journal).trials() if t.study.endswith("/plans/contest")]
-    assert len(contests) == 2 and {plan["pipeline"] for plan in contests[1]} == {"staged"}
+    among_defaults, free, staged = contests
+    assert {plan["pipeline"] for plan in among_defaults} == {name for name in PIPELINES if name.startswith("prep_")} & {
+        plan.pipeline for plan in plans
+    }
+    assert {plan["pipeline"] for plan in staged} == {"staged"} and len(free) > 1
 
 
 def test_a_stage_is_tuned_in_the_pipeline(tune: Tune) -> None:

@@ -1,0 +1,146 @@
+"""What a tuning run does with its time, on an H100 that is not here: the workers only take (simulated) time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_crew import Simulation, simulate
+
+from kda_tl import tuner
+from kda_tl.gpus import known_device
+from kda_tl.progress import GeometryScreened, RunStarted, StageDone, TuneReport, WorkloadStarted
+from kda_tl.stage import Plan
+from kda_tl.trial import PlanContest, Rounds, StageTrial
+from kda_tl.workloads import Workload
+
+H100 = known_device("nvidia_h100_80gb_hbm3")
+WORKLOADS = [Workload(name=f"H{H}-T{T}", T=T, H=H) for T, H in ((1024, 8), (1024, 32), (1024, 64), (8192, 64))]
+LIMIT_S = 25.0
+STAGE_US = {"fwd_gate": 20.0, "fwd_intra": 100.0, "fwd_wy": 60.0, "fwd_state": 300.0, "fwd_output": 200.0}
+
+
+def staged_wins(plan: Plan) -> float:
+    """Of many kernels, in many variants; short chunks are slow."""
+    return (100.0 if plan.pipeline == "staged" else 150.0) * (64 / plan.BT) ** 2
+
+
+def hopper_wins(plan: Plan) -> float:
+    return 500.0 if plan.pipeline == "staged" else 100.0 if plan.pipeline == "prep_segments_8" else 130.0
+
+
+def tune(simulation: Simulation, folder: Path, workloads: list[Workload], **options: Any) -> TuneReport:
+    return tuner.tune(workloads, H100, **{"jobs": 15, "db_dir": folder, "timeout_s": LIMIT_S, **options})
+
+
+def simulate_h100(patch: pytest.MonkeyPatch, plan_us: Any, **options: Any) -> Simulation:
+    return simulate(patch, plan_us=plan_us, stage_us=lambda stage: STAGE_US.get(stage, 50.0), **options)
+
+
+@pytest.mark.parametrize("plan_us", [staged_wins, hopper_wins])
+def test_a_short_limit_still_searches_what_takes_most_of_the_time(
+    plan_us: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take 8 s, and ten of them are in the default plans alone: from the second workload on they are ready."""
+    simulation = simulate_h100(monkeypatch, plan_us)
+    for report in tune(simulation, tmp_path, WORKLOADS).workloads[1:]:
+        stages = list(report.stages)
+        share = [STAGE_US.get(stage.stage, 50.0) for stage in stages]
+        assert share == sorted(share, reverse=True)
+        trials = len(stages[0].search.trials)
+        assert trials >= 4 or stages[0].search.stopped_because.startswith("all "), (report.workload.name, trials)
+
+
+@pytest.mark.parametrize("plan_us", [staged_wins, hopper_wins])
+def test_the_limit_holds(plan_us: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = simulate_h100(monkeypatch, plan_us)
+    for report in tune(simulation, tmp_path, WORKLOADS).workloads:
+        assert report.seconds < LIMIT_S + 2.0 and report.entry is not None  # what is being measured ends
+
+
+def test_what_a_workload_had_no_time_for_does_not_keep_the_next_one_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation, waits = simulate_h100(monkeypatch, staged_wins), []
+
+    def listen(event: Any) -> None:
+        if isinstance(event, WorkloadStarted):
+            waits.append(-simulation.clock.now)
+        elif isinstance(event, GeometryScreened) and event.geometry.pipeline == "staged" and event.geometry.BT == 64:
+            waits[-1] += simulation.clock.now if waits[-1] <= 0 else 0.0
+
+    tune(simulation, tmp_path, WORKLOADS, on_event=listen)
+    assert all(wait <= simulation.compile_s for wait in waits[1:]), waits
+    assert len({job.key for job in simulation.compiled}) == len(simulation.compiled)
+
+
+def test_without_a_limit_every_stage_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = simulate_h100(monkeypatch, hopper_wins)
+    (report,) = tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=None).workloads
+    assert {stage.search.stopped_because.partition(" ")[0] for stage in report.stages} == {"all"}
+
+
+def test_a_pipeline_far_behind_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = simulate_h100(monkeypatch, hopper_wins)
+    found: list[Any] = []
+    tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=None, on_event=found.append)
+    screened = [e.geometry for e in found if isinstance(e, GeometryScreened)]
+    assert [g.BT for g in screened if g.pipeline == "staged"] == [64]
+    assert {g.pipeline for g in screened} == {"staged", "prep_recurrence", *(f"prep_segments_{n}" for n in (4, 8, 16))}
+
+
+def test_near_pipelines_are_measured_in_turns_before_two_are_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, prep_segments_4 was lucky: in turns, 8 and 16 are the fastest."""
+    alone = {"prep_segments_4": 100.0, "prep_segments_8": 104.0, "prep_segments_16": 105.0}
+    simulation = simulate_h100(monkeypatch, lambda plan: alone.get(plan.pipeline, 500.0))
+    answer = simulation.answer
+
+    def answer_in_turns(request: Any) -> Any:
+        if not isinstance(request, PlanContest):
+            return answer(request)
+        in_turns = {**alone, "prep_segments_4": 110.0}
+        return Rounds(medians_us=[[in_turns.get(p.pipeline, 500.0)] * request.rounds for p in request.plans], reps=3)
+
+    monkeypatch.setattr(simulation, "answer", answer_in_turns)
+    found: list[Any] = []
+    tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=None, on_event=found.append)
+    searched = dict.fromkeys(e.result.geometry.pipeline for e in found if isinstance(e, StageDone))
+    assert list(searched) == ["prep_segments_8", "prep_segments_16"]
+
+
+def test_the_start_says_how_long_it_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit_s in (LIMIT_S, None):
+        with pytest.MonkeyPatch.context() as patch:
+            simulation = simulate_h100(patch, hopper_wins)
+            events: list[Any] = []
+            report = tune(simulation, tmp_path / str(limit_s), WORKLOADS, timeout_s=limit_s, on_event=events.append)
+        start = events[0]
+        assert isinstance(start, RunStarted) and (start.workloads, start.limit_s, start.jobs) == (4, limit_s, 15)
+        assert 0.5 * len(simulation.compiled) <= start.kernels <= len(simulation.compiled)
+        assert 0.5 * report.seconds < start.about_s < 2 * report.seconds
+        assert limit_s is None or start.about_s <= limit_s * len(WORKLOADS)
+        left = [e.left_s for e in events if isinstance(e, WorkloadStarted)]
+        assert left == sorted(left, reverse=True) and left[-1] < 0.5 * start.about_s
+
+
+def test_the_estimate_follows_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lefts = {}
+    for compile_s in (0.1, 40.0):
+        with pytest.MonkeyPatch.context() as patch:
+            simulation = simulate_h100(patch, hopper_wins, compile_s=compile_s)
+            events: list[Any] = []
+            tune(simulation, tmp_path / str(compile_s), WORKLOADS, timeout_s=None, on_event=events.append)
+        lefts[compile_s] = [events[0].about_s, *(e.left_s for e in events if isinstance(e, WorkloadStarted))]
+    fast, slow = lefts.values()
+    assert fast[0] == slow[0] and all(a < b for a, b in zip(fast[1:], slow[1:], strict=True))
+
+
+def test_trials_are_made_when_the_time_is_nearly_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled before, so that only measuring takes time: 12 s are enough for some trials of the longest stage."""
+    simulation = simulate_h100(monkeypatch, staged_wins, compile_s=0.01)
+    (report,) = tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=18.0).workloads
+    measured = [request.stage.name for _, request in simulation.measured if isinstance(request, StageTrial)]
+    assert measured and measured[0] == "fwd_state" and report.seconds < 20.0
