@@ -27,7 +27,7 @@ INSTALL := $(PIP) install --no-compile
 # A process a core; the tests of a file share what they compile. Files in the order of tests/conftest.py.
 PYTEST_FLAGS ?= -n logical --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tune test test-all lint types verify verify-cpu verify-h200 unit format clean
+.PHONY: help setup tune test test-all lint types verify verify-cpu verify-h200 unit mutants format clean
 
 help:
 	@echo 'make tune    set up, then tune the CPU target'
@@ -38,6 +38,7 @@ help:
 	@echo 'make types   mypy on an installed copy'
 	@echo 'make verify  every shipped plan: the CPU target's against the reference, the H200's compiled'
 	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
+	@echo 'make mutants break the code in some hundred places, one at a time, and list those that no test notices: half an hour'
 	@echo 'make format  let ruff format and fix'
 	@echo 'make clean   remove what these commands made'
 
@@ -94,6 +95,9 @@ verify-h200: setup
 
 unit: setup
 	@$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_FLAGS)
+
+mutants: setup
+	@$(BIN)/python tests/mutants.py
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .

@@ -12,7 +12,7 @@ import pytest
 from database_cases import A100, H20, H100, H200, NAME, PCIE, find, make_database, make_entry, make_key
 
 from kda_tl import db
-from kda_tl.db import Database, Key, lookup, store
+from kda_tl.db import Database, lookup, store
 from kda_tl.lookup import measure_distance
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -19,7 +18,7 @@ from kda_tl import templates
 from kda_tl.device import Device
 from kda_tl.errors import InputError
 from kda_tl.gpus import known_device
-from kda_tl.problem import DTYPES, GATES, Problem
+from kda_tl.problem import DTYPES, Problem
 from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan, Stage, TensorSpec, axis, static_sizes
 from kda_tl.templates.pipelines import PIPELINES
 
@@ -205,8 +204,8 @@ def test_lengths_do_not_decide(stage: Stage) -> None:
 @stages
 def test_shared_memory_is_asked_of_the_device(stage: Stage) -> None:
     """A device with next to none rejects every config of a stage that has tiles there, for that reason."""
-    for fields in ({}, {"gate": "safe", "has_A_log": True}, {"dtype": "fp32", "K": 60, "V": 100}):
-        case = make_case(**{"gate": "log", **fields})
+    for given in ({}, {"gate": "safe", "has_A_log": True}, {"dtype": "fp32", "K": 60, "V": 100}):
+        case = make_case(**{"gate": "log", **given})
         without = replace(case, device=replace(case.device, smem_bytes=16))
         for config in stage.candidates(case):
             reason = config.reject(without)
