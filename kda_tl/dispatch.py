@@ -275,7 +275,8 @@ def pin(plan: Plan | None = None, *, numerics: str | None = None) -> Iterator[No
 @functools.cache
 def _settings(device: Device) -> tuple[bool, bool]:
     """(a compiler was found and TileLang works, KDA_TL_STRICT), read once a process."""
-    return find_compiler(device) is not None and can_import_tilelang(), os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
+    compiler = find_compiler(device) is not None and can_import_tilelang()
+    return compiler, os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
 
 
 def context() -> tuple[Any, ...]:

@@ -24,7 +24,9 @@ REQUIREMENTS = {
 def describe_failure(name: str, error: BaseException) -> str:
     """Why a package could not be imported, and what to install, in one sentence without its full stop."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{name} cannot be imported ({reason}): install it with `pip install '{REQUIREMENTS.get(name, name)}'`"
+    root = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    wanted = root or name  # what is missing may be a package that this one needs
+    return f"{name} cannot be imported ({reason}): run `pip install '{REQUIREMENTS.get(wanted, wanted)}'`"
 
 
 @contextlib.contextmanager

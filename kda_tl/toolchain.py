@@ -113,8 +113,8 @@ def replace_cache(error: OSError) -> None:
         folder = tempfile.mkdtemp(prefix="kda_tl-kernels-")
     except OSError as second:
         raise CompileError(
-            f"kernels cannot be kept in {reason}, and there is no temporary folder for them ({second.strerror or second}"
-            f"): set {CACHE_VARIABLE} to a directory you may write."
+            f"kernels cannot be kept in {reason}, nor in a temporary folder ({second.strerror or second}): set "
+            f"{CACHE_VARIABLE} to a directory you may write."
         ) from error
     _refused = reason
     os.environ[CACHE_VARIABLE] = folder
