@@ -177,15 +177,15 @@ def test_closed_streams() -> None:
         74,
         "kda-tl show: stdout is closed: send it to a file, or to /dev/null.\n",
     )
-    done = spawn("bash", "-c", f"{KDA_TL} show --gpu cpu --json 2>&-")
+    done = spawn("bash", "-c", f"{KDA_TL} show --source nowhere --json 2>&-")
     assert done.returncode == 0 and json.loads(done.stdout)["plans"] == []
-    done = spawn("bash", "-c", f"{KDA_TL} show --gpu h900 2>&-")
+    done = spawn("bash", "-c", f"{KDA_TL} show --db /nowhere 2>&-")
     assert (done.returncode, done.stdout) == (2, "")
 
 
 @needs_full
 def test_full_stderr_costs_notes_only() -> None:
-    done = spawn("bash", "-c", f"{KDA_TL} show --gpu cpu --json 2> /dev/full", PYTHONUNBUFFERED="1")
+    done = spawn("bash", "-c", f"{KDA_TL} show --source nowhere --json 2> /dev/full", PYTHONUNBUFFERED="1")
     assert done.returncode == 0 and json.loads(done.stdout)["plans"] == []
 
 
