@@ -190,9 +190,14 @@ def _directories() -> Iterator[Check]:
     hint = "" if writable else "set KDA_TL_DB to a directory you may write, or pass `tune --db DIR`"
     found = f"{directory}{'' if existing == directory else ' (made when needed)'}"
     yield Check(name="tuning results", state=OK if writable else MISSING, found=found, hint=hint)
-    refusal = cache_refusal()
-    hint = f"every process compiles kernels anew: set {CACHE_VARIABLE} to a directory you may write" if refusal else ""
-    yield Check(name="kernel cache", state=NOTE if refusal else OK, found=refusal or cache_directory(), hint=hint)
+    cache, refusal = Path(cache_directory()), cache_refusal()
+    if not refusal and not _is_writable(cache)[0]:
+        refusal = f"{cache} (can only be read)"
+    hint = f"every process compiles its own kernels: set {CACHE_VARIABLE} to a directory you may write"
+    if refusal:
+        yield Check(name="kernel cache", state=NOTE, found=refusal, hint=hint)
+    else:
+        yield Check(name="kernel cache", state=OK, found=str(cache))
 
 
 def _is_writable(directory: Path) -> tuple[bool, Path]:

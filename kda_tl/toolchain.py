@@ -1,18 +1,23 @@
 """TileLang, imported when a kernel is needed, and the folder in which it keeps kernels.
 
-TileLang 0.1.15 makes that folder when it is imported and fails if it cannot. Kernels are then kept in a temporary
-folder, which the processes that this one starts share, and which goes when this one ends.
+TileLang 0.1.15 makes that folder when it is imported, writes there after each compilation, and fails if it cannot.
+Kernels are then kept in a temporary folder, which the processes that this one starts share, and which goes when this
+one ends. A folder that can only be read still serves the kernels it holds.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
+import platform
+import re
 import shutil
 import sys
 import tempfile
 import warnings
+from importlib import metadata
 from typing import Any
 
 from kda_tl.device import Device, find_compiler
@@ -31,7 +36,13 @@ def import_tilelang() -> None:
     """
     failure = _try_tilelang()
     if failure is not None:
-        raise CompileError(f"{describe_failure('tilelang', failure)}; `kda-tl doctor` says more.") from failure
+        raise CompileError(f"{_explain(failure)}; `kda-tl doctor` says more.") from failure
+
+
+def _explain(failure: Exception) -> str:
+    if isinstance(failure, OSError) and is_of_cache(failure):
+        return f"TileLang cannot make its folder for kernels ({failure}): set {CACHE_VARIABLE} to one you may write"
+    return describe_failure("tilelang", failure)
 
 
 @functools.cache
@@ -53,7 +64,7 @@ def can_import_tilelang() -> bool:
 def explain_missing(device: Device) -> str:
     """Why kernels cannot be built for a device where they cannot, and what to do, without a full stop."""
     if find_compiler(device) is not None and (failure := _try_tilelang()) is not None:
-        return describe_failure("tilelang", failure)
+        return _explain(failure)
     what = "nvcc" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
     return f"no compiler found: install {what}"
 
@@ -69,14 +80,27 @@ def cache_refusal() -> str:
 
 
 def ensure_cache() -> None:
-    """Sees to it that TileLang's folder can be written: if need be by another one, with a warning."""
-    directory = cache_directory()
+    """Sees to it that TileLang has the folders it makes when it is imported: if need be other ones, with a warning."""
     try:
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory):
-            pass
+        _make_folders()
     except OSError as error:
         replace_cache(error)
+
+
+def _make_folders() -> None:
+    for folder in cache_folders():
+        os.makedirs(folder, exist_ok=True)
+
+
+def cache_folders() -> tuple[str, str]:
+    """Where TileLang 0.1.15 keeps kernels, and where it writes them first."""
+    try:
+        version, _, local = metadata.version("tilelang").partition("+")
+    except metadata.PackageNotFoundError:
+        version, local = "unknown", ""
+    name = f"{version}_{re.sub('[^0-9A-Za-z]', '_', local)}" if local else version
+    root = os.path.join(cache_directory(), name, f"{sys.platform}-{platform.machine()}")
+    return os.path.join(root, "kernels"), os.path.join(root, ".staging")
 
 
 def is_of_cache(error: OSError) -> bool:
@@ -87,7 +111,7 @@ def is_of_cache(error: OSError) -> bool:
 
 @functools.cache
 def _warn_not_kept(directory: str) -> None:
-    text = f"kernels cannot be kept in {directory} (is its disk full?), so every process compiles them anew"
+    text = f"kernels cannot be kept in {directory} (is its disk full?), so every process compiles its own"
     warnings.warn(f"{text}: set {CACHE_VARIABLE} to a directory with room.", KdaTlWarning, stacklevel=3)
 
 
@@ -99,7 +123,7 @@ def warn_if_not_kept(jit: Any) -> None:
 
 
 def replace_cache(error: OSError) -> None:
-    """Gives TileLang a temporary folder for kernels, in this process and in those that it starts.
+    """Gives TileLang a temporary folder, in this process and in those that it starts, with the kernels of its own.
 
     Args:
         error: what its own folder was refused with.
@@ -117,13 +141,16 @@ def replace_cache(error: OSError) -> None:
             f"{CACHE_VARIABLE} to a directory you may write."
         ) from error
     _refused = reason
-    os.environ[CACHE_VARIABLE] = folder
-    if "tilelang.cache.kernel_cache" in sys.modules:  # it reads the variable for each kernel, but makes folders once
-        sys.modules["tilelang.cache.kernel_cache"].KernelCache._create_dirs()
+    kept, _ = cache_folders()
+    os.environ[CACHE_VARIABLE] = folder  # which is read for each kernel
+    _make_folders()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(kept):
+            os.symlink(os.path.join(kept, name), os.path.join(cache_folders()[0], name))
     atexit.register(_remove, folder, os.getpid())
     warnings.warn(
-        f"kernels cannot be kept in {reason}, so every process compiles them anew: set {CACHE_VARIABLE} to a directory "
-        "you may write.",
+        f"kernels cannot be kept in {reason}, so every process compiles its own: set {CACHE_VARIABLE} to a "
+        "directory you may write.",
         KdaTlWarning,
         stacklevel=2,
     )

@@ -70,7 +70,31 @@ def test_folder_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch
     monkeypatch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path / "new" / "cache"))
     toolchain.ensure_cache()
     assert toolchain.cache_directory() == str(tmp_path / "new" / "cache")
-    assert list((tmp_path / "new").rglob("*")) == [tmp_path / "new" / "cache"]
+    from tilelang.cache.kernel_cache import KernelCache
+
+    assert toolchain.cache_folders() == (KernelCache._get_cache_root(), KernelCache._get_staging_root())
+    assert all(Path(folder).is_dir() for folder in toolchain.cache_folders())
+
+
+@needs_compiler
+def test_folder_that_can_only_be_read_serves_what_it_holds(
+    unwritable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that came with a container. It is made unwritable by a file in the place of a folder, for root's sake."""
+    from tilelang.cache import _dispatch_map as caches
+
+    monkeypatch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path / "cache"))
+    kernels, staging = map(Path, toolchain.cache_folders())
+    toolchain.ensure_cache()
+    staging.rmdir()
+    staging.touch()
+    (kernels / "kept").mkdir()
+    monkeypatch.setattr(caches["cython"], "_memory_cache", {})
+    with pytest.warns(KdaTlWarning, match=r"kernels cannot be kept in .*cache \("):
+        compile_stage(GATE, CASE, GATE.default(CASE))
+    assert (Path(toolchain.cache_folders()[0]) / "kept").readlink() == kernels / "kept"
+    toolchain._remove(toolchain.cache_directory(), os.getpid())
+    assert (kernels / "kept").exists(), "only the link went"
 
 
 def test_errors_of_compilers_are_not_taken_for_the_folders(monkeypatch: pytest.MonkeyPatch) -> None:
