@@ -92,8 +92,10 @@ def run_to_end(command: Callable[[], int], name: str) -> int:
 def _run(command: Callable[[], int], name: str) -> int:
     try:
         return command()
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after a usage error
-        return stop.code if isinstance(stop.code, int) else ExitCode.USAGE
+    except SystemExit as stop:
+        if stop.code in (ExitCode.OK, ExitCode.USAGE):  # argparse, after --help and after a usage error
+            return int(stop.code)
+        return _report_bug(name)
     except KeyboardInterrupt:
         _tell(name, "interrupted.")
         return ExitCode.INTERRUPTED
@@ -108,10 +110,15 @@ def _run(command: Callable[[], int], name: str) -> int:
             more = "" if package == "rich" else "; `kda-tl doctor` says more"  # it writes with rich, too
             _tell(name, f"{describe_failure(package, error)}{more}.")
             return ExitCode.ENVIRONMENT
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        _tell(name, "internal error: please report it, with the lines above and the output of `kda-tl doctor --json`.")
-        return ExitCode.INTERNAL
+        return _report_bug(name)
+
+
+def _report_bug(name: str) -> int:
+    """Writes the traceback of what is being handled, and where to take it."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+    _tell(name, "internal error: please report it, with the lines above and the output of `kda-tl doctor --json`.")
+    return ExitCode.INTERNAL
 
 
 def _find_package(error: Exception) -> str:

@@ -189,20 +189,19 @@ def test_full_stderr_costs_notes_only() -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["plans"] == []
 
 
-@needs_full
 def test_code_of_a_result_outlives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that is closed does not hide a regression; neither does one that closes before the last line."""
+    """A pipe that nobody reads does not hide a regression, or that nothing is valid."""
 
     def run(args: Any, terminal: Any) -> int:
         terminal.show({}, *["line"] * 3)
-        return 1
+        return 4
 
     monkeypatch.setattr(show, "run", run)
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["show"]) == 1
+        assert main(["show"]) == 4
 
 
 # Ctrl-C, and our own bugs
@@ -238,7 +237,13 @@ def fail(kind: Callable[[], Exception]) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize(
-    "kind", [lambda: RuntimeError("boom"), lambda: AssertionError("boom"), lambda: ImportError("boom", name="kda_tl.x")]
+    "kind",
+    [
+        lambda: RuntimeError("boom"),
+        lambda: AssertionError("boom"),
+        lambda: ImportError("boom", name="kda_tl.x"),
+        lambda: ModuleNotFoundError("boom", name="kda_tl.x"),
+    ],
 )
 def test_bug_has_a_code_of_its_own(
     kind: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -249,6 +254,12 @@ def test_bug_has_a_code_of_its_own(
     lines = err.splitlines()
     assert out == "" and lines[0].startswith("Traceback") and lines[-2].endswith("Error: boom")
     assert lines[-1].startswith("kda-tl show: internal error: please report it, with the lines above")
+
+
+def test_a_package_that_exits_is_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(show, "run", lambda *_: sys.exit(1))
+    assert main(["show"]) == 70
+    assert "internal error" in capsys.readouterr().err
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
