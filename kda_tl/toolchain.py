@@ -88,7 +88,7 @@ def ensure_cache() -> None:
 
 
 def _make_folders() -> None:
-    for folder in cache_folders():
+    for folder in (cache_directory(), *cache_folders()):  # an empty name is refused as TileLang does
         os.makedirs(folder, exist_ok=True)
 
 
@@ -96,8 +96,8 @@ def cache_folders() -> tuple[str, str]:
     """Where TileLang 0.1.15 keeps kernels, and where it writes them first."""
     try:
         version, _, local = metadata.version("tilelang").partition("+")
-    except metadata.PackageNotFoundError:
-        version, local = "unknown", ""
+    except metadata.PackageNotFoundError:  # missing, or not installed by a package manager
+        return cache_directory(), cache_directory()
     name = f"{version}_{re.sub('[^0-9A-Za-z]', '_', local)}" if local else version
     root = os.path.join(cache_directory(), name, f"{sys.platform}-{platform.machine()}")
     return os.path.join(root, "kernels"), os.path.join(root, ".staging")
@@ -132,7 +132,7 @@ def replace_cache(error: OSError) -> None:
         CompileError: no temporary folder can be made either.
     """
     global _refused
-    reason = f"{cache_directory()} ({error.strerror or error})"
+    reason = f"{cache_directory() or repr('')} ({error.strerror or error})"
     try:
         folder = tempfile.mkdtemp(prefix="kda_tl-kernels-")
     except OSError as second:

@@ -60,6 +60,16 @@ def test_folder_that_went_away_is_replaced(unwritable: Path, tmp_path: Path, mon
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("name", ["", "/dev/null"])
+def test_name_that_is_no_folder_is_replaced(name: str, unwritable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(toolchain.CACHE_VARIABLE, name)
+    monkeypatch.chdir(unwritable.parents[1])
+    with pytest.warns(KdaTlWarning, match=f"kernels cannot be kept in {name or repr('')} "):
+        toolchain.ensure_cache()
+    assert not list(Path().glob("0.*")), "nothing is made where the process happens to be"
+    toolchain._remove(toolchain.cache_directory(), os.getpid())
+
+
 def test_no_temporary_folder_either(unwritable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(unwritable))
     with pytest.raises(CompileError, match="kernels cannot be kept in .*, nor in a temporary folder .*: set TILELANG"):
