@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from kda_tl.cli._exit import run_to_end, writing_output
+
 COMMANDS = {
     "tune": "search the fastest plans for this machine and store them",
     "show": "list the tuned plans of all databases",
@@ -22,7 +24,9 @@ exit codes:
   0  done                        3  environment or GPU does not fit
   1  regression or wrong result  4  no valid config or plan
   2  usage or bad input          5  nothing beats the default
-                               130  interrupted, everything measured is kept
+ 70  internal error: a bug, please report it
+ 74  stdout is closed or full (a reader that stops early, as head does, is no error)
+130  interrupted, everything measured is kept
 
 first steps:
   kda-tl doctor                  what works here
@@ -38,18 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name, those of the process unless given.
 
     Returns:
-        The exit code, see :class:`kda_tl.cli._console.ExitCode`.
+        The exit code, see :class:`kda_tl.cli._exit.ExitCode`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args = _parse(words)
-        from kda_tl.cli._console import run_command
+    called = next((word for word in words if word in COMMANDS), "")
+    return run_to_end(lambda: _run(words), f"kda-tl {called}".rstrip())
 
-        return run_command(importlib.import_module(f"{__name__}.{args.command}").run, args)
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after a usage error
-        return stop.code if isinstance(stop.code, int) else 2
-    except KeyboardInterrupt:  # before the command began
-        return 130
+
+def _run(words: list[str]) -> int:
+    args = _parse(words)
+    from kda_tl.cli._console import run_command
+
+    return run_command(importlib.import_module(f"{__name__}.{args.command}").run, args)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -76,5 +80,6 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from kda_tl import __version__
 
-        print(f"kda-tl {__version__}")
+        with writing_output():
+            print(f"kda-tl {__version__}")
         parser.exit()

@@ -1,4 +1,4 @@
-"""What all commands share: the two streams, exit codes, and errors turned into one sentence."""
+"""What all commands share: the two streams, tables, and how numbers are written."""
 
 from __future__ import annotations
 
@@ -9,50 +9,20 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
-from enum import IntEnum
 from typing import IO, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kda_tl.errors import (
-    CompileError,
-    DatabaseError,
-    DeviceError,
-    InputError,
-    KdaTlError,
-    KdaTlWarning,
-    UnsupportedError,
-    WrongResultError,
-)
+from kda_tl.cli._exit import ExitCode as ExitCode
+from kda_tl.cli._exit import one_line as one_line
+from kda_tl.cli._exit import writing_output
+from kda_tl.errors import KdaTlWarning
 
 WIDTH_OFF_TTY = 120  # logs are read in editors and on web pages; $COLUMNS says otherwise
-
-
-class ExitCode(IntEnum):
-    """What the process returns."""
-
-    OK = 0
-    REGRESSION = 1
-    USAGE = 2
-    ENVIRONMENT = 3
-    NOTHING_VALID = 4
-    NO_GAIN = 5
-    INTERRUPTED = 130
-    BROKEN_PIPE = 141
-
-
-_CODES: tuple[tuple[type[KdaTlError], ExitCode], ...] = (
-    (InputError, ExitCode.USAGE),
-    (UnsupportedError, ExitCode.USAGE),
-    (DatabaseError, ExitCode.USAGE),
-    (WrongResultError, ExitCode.REGRESSION),
-    (CompileError, ExitCode.ENVIRONMENT),
-    (DeviceError, ExitCode.ENVIRONMENT),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,49 +42,50 @@ class Terminal:
     def show(self, value: Any, *tables: Any) -> None:
         """Writes the result: tables and lines for people, or the same as JSON."""
         if self.json:
-            self.out.file.write(to_json(value))
+            self.write(to_json(value))
             return
         for table in tables:
             self.print(table)
 
+    def write(self, text: str) -> None:
+        """Writes text to stdout as it is."""
+        with writing_output():
+            self.out.file.write(text)
+
     def print(self, table: Any) -> None:
         """Writes a table or a line for people to stdout."""
-        if self.out.is_terminal:
-            self.out.print(table)
-            return
-        with self.out.capture() as captured:
-            self.out.print(table, soft_wrap=isinstance(table, str))
-        self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        with writing_output():  # the end of a capture flushes the file
+            if self.out.is_terminal:
+                self.out.print(table)
+                return
+            with self.out.capture() as captured:
+                self.out.print(table, soft_wrap=isinstance(table, str))
+            self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
     def note(self, text: str) -> None:
-        """Writes a line to stderr."""
-        self.err.print(text, soft_wrap=not self.err.is_terminal)
+        """Writes a line to stderr; nothing ends for one that cannot be written."""
+        with suppress(OSError):
+            self.err.print(text, soft_wrap=not self.err.is_terminal)
 
 
 def run_command(run: Callable[[argparse.Namespace, Terminal], int], args: argparse.Namespace) -> int:
-    """Runs a command; errors of kda_tl become a sentence on stderr and an exit code."""
+    """Runs a command with its streams; returns its exit code."""
     terminal = Terminal(out=_open(sys.stdout), err=_open(sys.stderr), json=getattr(args, "json", None) is True)
-    try:
-        with _warnings_as_notes(terminal):
-            code = run(args, terminal)
-            sys.stdout.flush()
-            return int(code)
-    except KdaTlError as error:
-        terminal.note(f"kda-tl {args.command}: {one_line(error)}")
-        return next((int(code) for kind, code in _CODES if isinstance(error, kind)), int(ExitCode.ENVIRONMENT))
-    except KeyboardInterrupt:
-        terminal.note(f"kda-tl {args.command}: interrupted.")
-        return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.BROKEN_PIPE)
+    with _warnings_as_notes(terminal):
+        return run(args, terminal)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raises what was raised; rich would end the process with the code of a wrong result."""
+        raise
 
 
 def _open(file: IO[str]) -> Console:
     """A console that writes plain text off a terminal, whatever $FORCE_COLOR says."""
     tty = file.isatty()
     width = None if tty or os.environ.get("COLUMNS", "").isdigit() else WIDTH_OFF_TTY
-    return Console(file=file, force_terminal=None if tty else False, width=width, highlight=False, markup=False)
+    return _Console(file=file, force_terminal=None if tty else False, width=width, highlight=False, markup=False)
 
 
 @contextmanager
@@ -131,11 +102,6 @@ def _warnings_as_notes(terminal: Terminal) -> Iterator[None]:
 
         warnings.showwarning = note
         yield
-
-
-def one_line(error: object) -> str:
-    """The message of an error without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def to_json(value: Any) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from kda_tl.cli._console import ExitCode, Terminal
-from kda_tl.db import Database, export, sources, validate, writable_directory
-from kda_tl.errors import DatabaseError
+from kda_tl.cli._console import ExitCode, Terminal, one_line
+from kda_tl.db import Database, Entry, Key, export, sources, validate, writable_directory
+from kda_tl.db_file import Document
+from kda_tl.errors import DatabaseError, InputError
+from kda_tl.problem import Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares ``db validate`` and ``db export``."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
-    text = "check files against the schema and the rules of the database"
+    text = "check files against the schema, the rules of the database and the templates"
     check = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
     check.add_argument("paths", nargs="*", metavar="PATH", help="files or directories (default: all databases in use)")
     check.add_argument("--json", action="store_true", help="the problems as JSON")
@@ -42,13 +46,50 @@ def load_directory(directory: str) -> Database:
 
 def _validate(args: argparse.Namespace, terminal: Terminal) -> int:
     paths = args.paths or [database.path for database in sources()]
-    problems = {path: validate(path) for path in paths}
+    problems = {path: validate(path, find_plan_problem) for path in paths}
     lines = [
         *(sentence for found in problems.values() for sentence in found),
         *(f"{path}: valid." for path, found in problems.items() if not found),
     ]
     terminal.show({"paths": problems}, *lines)
     return ExitCode.USAGE if any(problems.values()) else ExitCode.OK
+
+
+def find_plan_problem(document: Document, entry: Entry) -> str:
+    """Why a plan cannot run what it is stored for, with the templates as they are now; empty if it can.
+
+    Raises:
+        CompileError: TileLang, which the templates are written in, is missing or broken.
+    """
+    from kda_tl.dispatch import parse_plan
+
+    if document.operator != Problem.operator:
+        return f"there is no operator {document.operator!r}"
+    try:
+        parse_plan(entry.plan, _find_problem(entry.key, document.direction), document.gpu.as_device())
+    except InputError as error:
+        return one_line(error)
+    return ""
+
+
+def _find_problem(key: Key, direction: str) -> Problem:
+    """A problem of a key's bucket, with what calls usually have."""
+    shared = {field.name for field in fields(Problem)}.intersection(key._fields)
+    values: dict[str, Any] = {name: getattr(key, name) for name in shared}
+    heads, computed = max(1, key.heads_bucket // max(1, key.group)), key.gate != "log"
+    return Problem(
+        H=heads,
+        HV=heads * key.group,
+        tokens=key.tokens_bucket,
+        longest=key.longest_bucket,
+        has_A_log=computed,
+        has_dt_bias=computed,
+        beta="sigmoid",
+        l2norm=True,
+        final_state=True,
+        direction=direction,
+        **values,
+    )
 
 
 def _export(args: argparse.Namespace, terminal: Terminal) -> int:

@@ -16,11 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, make_table, one_line
+from kda_tl.cli._exit import was_interrupted
 from kda_tl.device import Device, cpu_device, cuda_device, find_compiler
 from kda_tl.errors import KdaTlError
+from kda_tl.packages import REQUIREMENTS
+from kda_tl.toolchain import (
+    CACHE_VARIABLE,
+    cache_directory,
+    cache_refusal,
+    can_import_tilelang,
+    explain_missing,
+    import_tilelang,
+)
 
 OK, MISSING, NOTE = "ok", "MISSING", "note"
-PACKAGES = ("torch", "tilelang", "apache-tvm-ffi", "optuna", "numpy", "filelock", "platformdirs", "psutil", "rich")
+PACKAGES = REQUIREMENTS | {"tvm_ffi": "apache-tvm-ffi"}  # which comes with TileLang
+ORDER = ("torch", "tilelang", "tvm_ffi", "optuna", "numpy", "filelock", "platformdirs", "psutil", "rich", "pynvml")
 NEEDED_PYTHON = (3, 10)
 NVCC_HINT = "install a CUDA toolkit of 12.3 or later, or `pip install 'kda-tl[cuda-compiler]'`"
 
@@ -56,6 +67,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         for device in _devices():
             terminal.note(f"Compiling and running a small kernel on {device.slug}.")
             checks += _guard(functools.partial(_kernel, device))
+    if was_interrupted():  # in the import of a package that took it for an error of its own
+        raise KeyboardInterrupt
     missing = [check for check in checks if check.state == MISSING]
     terminal.show({"ok": not missing, "checks": checks}, *_tables(checks))
     return ExitCode.ENVIRONMENT if missing else ExitCode.OK
@@ -68,6 +81,8 @@ def _guard(group: Callable[[], Iterator[Check]]) -> list[Check]:
     except (Exception, SystemExit) as error:  # a broken package raises whatever it likes when it is imported
         name = getattr(group, "__name__", "kernel").strip("_")
         checks.append(Check(name=name, state=MISSING, found=f"{type(error).__name__}: {one_line(error)}"))
+    if was_interrupted():
+        raise KeyboardInterrupt
     return checks
 
 
@@ -76,17 +91,29 @@ def _packages() -> Iterator[Check]:
     fits = sys.version_info >= NEEDED_PYTHON
     hint = "" if fits else "install Python 3.10 or later"
     yield Check(name="python", state=OK if fits else MISSING, found=python, hint=hint)
-    for package in ("kda-tl", *PACKAGES):
-        try:
-            yield Check(name=package, state=OK, found=metadata.version(package))
-        except metadata.PackageNotFoundError:
-            if package == "kda-tl":
-                yield Check(
-                    name=package, state=NOTE, found="not installed, run from its folder", hint="pip install -e ."
-                )
-            else:
-                yield Check(name=package, state=MISSING, found="not installed", hint=f"pip install {package}")
-    importlib.import_module("kda_tl.templates.pipelines")  # loads torch and tilelang for good
+    try:
+        yield Check(name="kda-tl", state=OK, found=metadata.version("kda-tl"))
+    except metadata.PackageNotFoundError:
+        yield Check(name="kda-tl", state=NOTE, found="not installed, run from its folder", hint="pip install -e .")
+    for module in ORDER:
+        yield _package(module, PACKAGES[module])
+
+
+def _package(module: str, requirement: str) -> Check:
+    """Whether a package is there, and works."""
+    name = requirement.partition(">")[0]
+    hint = f"pip install '{requirement}'"
+    try:
+        import_tilelang() if module == "tilelang" else importlib.import_module(module)
+    except Exception as error:  # a broken package raises whatever it likes
+        found, state = one_line(error.__cause__ or error), MISSING
+        if module == "pynvml":  # measured without it, too
+            state, hint = NOTE, f"clocks and driver are then not recorded: {hint}"
+        return Check(name=name, state=state, found=f"cannot be imported ({found})", hint=hint)
+    try:
+        return Check(name=name, state=OK, found=metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(name=name, state=OK, found="version unknown")
 
 
 def _devices() -> list[Device]:
@@ -163,10 +190,14 @@ def _directories() -> Iterator[Check]:
     hint = "" if writable else "set KDA_TL_DB to a directory you may write, or pass `tune --db DIR`"
     found = f"{directory}{'' if existing == directory else ' (made when needed)'}"
     yield Check(name="tuning results", state=OK if writable else MISSING, found=found, hint=hint)
-    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
-    writable, _ = _is_writable(cache)
-    hint = "" if writable else "set TILELANG_CACHE_DIR to a directory you may write"
-    yield Check(name="kernel cache", state=OK if writable else MISSING, found=str(cache), hint=hint)
+    cache, refusal = Path(cache_directory()), cache_refusal()
+    if not refusal and not _is_writable(cache)[0]:
+        refusal = f"{cache} (can only be read)"
+    hint = f"every process compiles its own kernels: set {CACHE_VARIABLE} to a directory you may write"
+    if refusal:
+        yield Check(name="kernel cache", state=NOTE, found=refusal, hint=hint)
+    else:
+        yield Check(name="kernel cache", state=OK, found=str(cache))
 
 
 def _is_writable(directory: Path) -> tuple[bool, Path]:
@@ -186,12 +217,12 @@ def _peers() -> Iterator[Check]:
 
 def _kernel(device: Device) -> Iterator[Check]:
     """One stage compiled, run and compared with its reference."""
+    name = f"kernel on {device.kind}"
+    if find_compiler(device) is None or not can_import_tilelang():
+        yield Check(name=name, state=MISSING, found=f"not run: {explain_missing(device)}")
+        return
     from kda_tl.cli._smoke import run_stage
 
-    name = f"kernel on {device.kind}"
-    if find_compiler(device) is None:
-        yield Check(name=name, state=MISSING, found="not run: no compiler")
-        return
     try:
         result = run_stage(device)
     except KdaTlError as error:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         values = {"BT": case.BT, "BC": case.BC, "config": config, "source": source}
         terminal.show({"stage": stage.name, "problem": problem.key, "gpu": device.slug, **values})
     else:
-        terminal.out.file.write(source)
+        terminal.write(source)
     return ExitCode.OK
 
 

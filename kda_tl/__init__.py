@@ -13,6 +13,7 @@ from kda_tl.errors import (
     KdaTlError,
     KdaTlWarning,
     LaunchError,
+    PackageError,
     UnsupportedError,
     WrongResultError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "KdaTlError",
     "KdaTlWarning",
     "LaunchError",
+    "PackageError",
     "UnsupportedError",
     "WrongResultError",
     "__version__",

@@ -20,7 +20,9 @@ from kda_tl.db_file import Document, Gpu, NewerSchemaError, move_aside, read_key
 from kda_tl.device import Device
 from kda_tl.errors import DatabaseError, KdaTlWarning
 from kda_tl.lookup import Database, Hit, iter_hits, lookup, read_document
+from kda_tl.packages import importing
 from kda_tl.records import Entry, Key, stale_stages
+from kda_tl.validation import validate
 
 __all__ = [
     "Database",
@@ -96,9 +98,18 @@ def writable_directory() -> Path:
 
 
 def _user_directory() -> Path:
-    import platformdirs
+    with importing("platformdirs"):
+        import platformdirs
 
     return Path(platformdirs.user_data_dir("kda_tl", appauthor=False)) / "tuning_db"
+
+
+def _may_exist(directory: Path) -> bool:
+    """Whether a directory is there, or nobody can tell: loading it then says why."""
+    try:
+        return directory.is_dir()
+    except OSError:
+        return True
 
 
 def _load_sources() -> tuple[Database, ...]:
@@ -108,7 +119,7 @@ def _load_sources() -> tuple[Database, ...]:
     found = []
     if path := os.environ.get(ENVIRONMENT):
         found.append(Database.load(path, f"${ENVIRONMENT}"))
-    if (user := _user_directory()).is_dir():
+    if _may_exist(user := _user_directory()):
         found.append(Database.load(user, "user"))
     found.append(Database.load(files("kda_tl.tuning_db"), "packaged"))
     _loaded = tuple(found)
@@ -137,9 +148,10 @@ def store(
     """
     gpu = Gpu.of(device)
     new = {entry.key: _as_stored(entry) for entry in entries}
-    path = Path(directory) / gpu.slug / f"{operator}_{direction}.json"
-    with _locked(Path(directory)):
-        kept = [values for values in _read_for_merge(path, gpu) if read_key(values) not in new]
+    root = Path(directory)
+    path = root / gpu.slug / f"{operator}_{direction}.json"
+    with _locked(root):
+        kept = [values for values in _read_for_merge(root, path, gpu) if read_key(values) not in new]
         document = Document(gpu=gpu, operator=operator, direction=direction, entries=[*kept, *new.values()])
         write_atomically(path, document.format())
     return path
@@ -166,7 +178,8 @@ def export(src_dir: str | os.PathLike[str], dest_dir: str | os.PathLike[str]) ->
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Holds the directory's lock and turns what the file system refuses into a sentence."""
-    from filelock import FileLock, Timeout
+    with importing("filelock"):
+        from filelock import FileLock, Timeout
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -174,14 +187,19 @@ def _locked(directory: Path) -> Iterator[None]:
             yield
     except Timeout as error:
         raise DatabaseError(
-            f"{directory} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s: wait for it, or set "
-            f"{ENVIRONMENT} to another directory."
+            f"{directory} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s: wait for it, or "
+            f"{_advise(directory, 'another directory')}."
         ) from error
     except OSError as error:
         raise DatabaseError(
-            f"cannot write the tuning database {directory} ({error.strerror or error}): set {ENVIRONMENT} to a "
-            "directory you may write."
+            f"cannot write the tuning database {directory} ({error.strerror or error}): "
+            f"{_advise(directory, 'a directory you may write')}."
         ) from error
+
+
+def _advise(directory: Path, wanted: str) -> str:
+    """How to name another directory: by the variable if it, or its absence, names this one."""
+    return f"set {ENVIRONMENT} to {wanted}" if directory == writable_directory() else f"pass {wanted}"
 
 
 def _as_stored(entry: Entry) -> dict[str, Any]:
@@ -193,7 +211,7 @@ def _as_stored(entry: Entry) -> dict[str, Any]:
     return Entry.from_dict(json.loads(text), f"the entry for {entry.key.text}").as_dict()
 
 
-def _read_for_merge(path: Path, gpu: Gpu) -> list[Any]:
+def _read_for_merge(root: Path, path: Path, gpu: Gpu) -> list[Any]:
     """Stored entries of the file to merge into; a corrupt file is moved aside."""
     if not path.exists():
         return []
@@ -210,59 +228,9 @@ def _read_for_merge(path: Path, gpu: Gpu) -> list[Any]:
     if (document.gpu.arch, document.gpu.sms) != (gpu.arch, gpu.sms):
         raise DatabaseError(
             f"{path} holds plans for {document.gpu.arch} with {document.gpu.sms} SMs, not {gpu.arch} with {gpu.sms}: "
-            f"set {ENVIRONMENT} to another directory."
+            f"{_advise(root, 'another directory')}."
         )
     return document.entries
-
-
-def validate(path: str | os.PathLike[str]) -> list[str]:
-    """Problems of a file, or of all files of a database's directory, in sentences; empty if there are none.
-
-    With jsonschema installed, files are also held against ``tuning_db/schema.json``.
-    """
-    root = Path(path)
-    if not root.exists():
-        return [f"{root} does not exist."]
-    files = sorted(root.glob("*/*.json")) if root.is_dir() else [root]
-    return [f"{file}: {problem}." for file in files for problem in _validate_file(file)]
-
-
-def _validate_file(file: Path) -> list[str]:
-    try:
-        document = read_document(file, file.absolute().parent.name)
-    except DatabaseError as error:
-        return [str(error)]
-    problems: list[str] = []
-    first: dict[Key, int] = {}
-    for i, values in enumerate(document.entries):
-        where = f"entries[{i}]"
-        try:
-            entry = Entry.from_dict(values, where)
-        except DatabaseError as error:
-            problems.append(str(error))
-            continue
-        if entry.key in first:
-            problems.append(f"{where} has the key of entries[{first[entry.key]}]")
-        first.setdefault(entry.key, i)
-        if missing := sorted(entry.plan["stages"].keys() - entry.templates.keys()):
-            problems.append(f"{where}.templates lacks the stages {missing}")
-        if entry.vs_default.ratio < 1:
-            problems.append(f"{where} is slower than the default: store the default's plan")
-        if entry.check.max_rel_err > entry.check.tolerance:
-            problems.append(f"{where} is wrong by {entry.check.max_rel_err}, tolerance {entry.check.tolerance}")
-    return problems + _validate_schema(file)
-
-
-def _validate_schema(file: Path) -> list[str]:
-    try:
-        import jsonschema  # type: ignore[import-untyped]
-    except ImportError:
-        return []
-    from importlib.resources import files
-
-    schema = json.loads((files("kda_tl.tuning_db") / "schema.json").read_text(encoding="utf-8"))
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(json.loads(file.read_text(encoding="utf-8")))
-    return [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]
 
 
 def provenance() -> dict[str, str]:

@@ -17,6 +17,7 @@ from kda_tl.records import Key, decode
 SCHEMA_NAME = "kda_tl.tuning"
 SCHEMA_VERSION = 1
 LINE_WIDTH = 160
+MAX_FILE_BYTES = 64 * 2**20  # some 40,000 plans of 1.6 kB, and read in a second; no search ever makes as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,8 @@ def write_atomically(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+    temporary.unlink(missing_ok=True)  # a FIFO of that name would hold the writer
+    with open(temporary, "x", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

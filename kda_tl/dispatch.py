@@ -1,7 +1,8 @@
 """From a problem to the plan that runs it: the whole policy in :func:`resolve`, and the caches around it.
 
 Order: 0 a pinned plan, 1 the exact bucket, 2 the nearest bucket on this GPU, 3 another GPU of the same architecture,
-4 the default, 5 the reference path where no compiler was found. Steps 1 to 3 are :func:`kda_tl.lookup.iter_hits`.
+4 the default, 5 the reference path where no compiler was found, or no TileLang that works. Steps 1 to 3 are
+:func:`kda_tl.lookup.iter_hits`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.problem import Problem
 from kda_tl.program import Program
 from kda_tl.stage import BT_CHOICES, Case, Config, Plan
+from kda_tl.toolchain import can_import_tilelang, explain_missing
 
 # When nothing is tuned: the first whose stages take the case. The last runs on every device.
 DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "staged"), "bwd": ("prep_scan", "staged_backward")}
@@ -203,8 +205,7 @@ def resolve(
             class, or the device has no room for the chunk size.
     """
     if not compiler:
-        what = "nvcc" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
-        reason = f"no compiler found: install {what}; the recurrence runs in plain PyTorch"
+        reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
         return Choice(plan=None, step="reference", source="reference", reason=reason)
     if pin is not None and not pin.holds_for(problem):
         pin = None
@@ -273,8 +274,9 @@ def pin(plan: Plan | None = None, *, numerics: str | None = None) -> Iterator[No
 
 @functools.cache
 def _settings(device: Device) -> tuple[bool, bool]:
-    """(a compiler was found, KDA_TL_STRICT), read once a process."""
-    return find_compiler(device) is not None, os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
+    """(a compiler was found and TileLang works, KDA_TL_STRICT), read once a process."""
+    compiler = find_compiler(device) is not None and can_import_tilelang()
+    return compiler, os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
 
 
 def context() -> tuple[Any, ...]:

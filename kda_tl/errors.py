@@ -16,7 +16,7 @@ class UnsupportedError(KdaTlError, NotImplementedError):
 
 
 class CompileError(KdaTlError, RuntimeError):
-    """A kernel could not be compiled for the device, or no compiler was found."""
+    """A kernel could not be compiled for the device, or no compiler or no TileLang that works was found."""
 
 
 class LaunchError(KdaTlError, RuntimeError):
@@ -25,6 +25,10 @@ class LaunchError(KdaTlError, RuntimeError):
 
 class DatabaseError(KdaTlError, RuntimeError):
     """A tuning database cannot be read, written or understood."""
+
+
+class PackageError(KdaTlError, ImportError):
+    """A package that kda_tl needs is missing or broken; the message says what to install."""
 
 
 class DeviceError(KdaTlError, RuntimeError):

@@ -18,6 +18,7 @@ from kda_tl.call import token_bounds
 from kda_tl.chunk import chunk_kda
 from kda_tl.dispatch import choose
 from kda_tl.errors import KdaTlError, KdaTlWarning, UnsupportedError
+from kda_tl.toolchain import explain_missing
 
 BACKEND = "kda_tl"
 SWITCH = "KDA_TL_FLA"
@@ -158,7 +159,7 @@ def _find_reason(given: dict[str, Any]) -> str | None:
     if needs_gradients(a) and a["return_intermediate_states"]:
         return "kda_tl's intermediate states carry no gradient: call it under torch.no_grad()."
     if choose(problem, device, chunk_size).plan is None and a["q"].is_cuda:  # on the CPU FLA has no kernels either
-        return "kda_tl found no compiler for this GPU: install nvcc (see `kda-tl doctor`)."
+        return f"kda_tl has no kernels for this GPU: {explain_missing(device)} (see `kda-tl doctor`)."
     return None
 
 

@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping
 
 from kda_tl.db import sources
-from kda_tl.db_file import Gpu
+from kda_tl.db_file import MAX_FILE_BYTES, Gpu
 from kda_tl.device import Device, cpu_device, normalise_gpu_name
-from kda_tl.errors import InputError
+from kda_tl.errors import DatabaseError, InputError
+from kda_tl.files import read_regular
 
 
 def resolve_gpu(name: str) -> tuple[str, ...]:
@@ -57,9 +58,18 @@ def _tuned_gpus() -> Mapping[str, Gpu]:
 
 @functools.cache
 def _read_packaged() -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, Gpu]]:
-    """Aliases and GPUs of ``gpus.json``."""
+    """Aliases and GPUs of ``gpus.json``.
+
+    Raises:
+        DatabaseError: the file cannot be read or understood.
+    """
     from importlib.resources import files
 
-    values = json.loads((files("kda_tl.tuning_db") / "gpus.json").read_text(encoding="utf-8"))
-    aliases = {alias: tuple(slugs) for alias, slugs in values["aliases"].items()}
-    return aliases, {slug: Gpu(slug=slug, **block) for slug, block in values["gpus"].items()}
+    file = files("kda_tl.tuning_db") / "gpus.json"
+    try:
+        values = json.loads(read_regular(file, MAX_FILE_BYTES))
+        aliases = {alias: tuple(slugs) for alias, slugs in values["aliases"].items()}
+        return aliases, {slug: Gpu(slug=slug, **block) for slug, block in values["gpus"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise DatabaseError(f"the list of GPUs {file} cannot be used ({reason}): install kda_tl again.") from error

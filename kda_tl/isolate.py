@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from kda_tl.errors import InputError, KdaTlError
+from kda_tl.packages import importing
+
+with importing("psutil"):  # before there is anything to end
+    import psutil
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 120.0  # importing torch and tilelang takes 5 s on an idle machine, far longer on a cold disk
@@ -129,8 +133,6 @@ class _Process:
 
     def kill(self) -> int:
         """Kills the process, its group and its descendants, reaps it; returns its exit status."""
-        import psutil
-
         family: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             if self.popen.poll() is None:

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl.errors import DatabaseError, InputError, KdaTlWarning
+from kda_tl.files import open_regular, read_regular
+from kda_tl.packages import importing
 
 SCHEMA = "kda_tl.trial/1"
 STATUSES = ("ok", "rejected", "compile", "wrong", "crash", "timeout", "slow")
 _LOCK_TIMEOUT_S = 60.0
+_MAX_BYTES = 2**30  # some 500,000 trials of 2 kB, months of measuring; a reader holds all of it in memory
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -165,26 +168,42 @@ class Journal:
         Raises:
             DatabaseError: the file cannot be written.
         """
-        from filelock import FileLock, Timeout
+        self._append(trial.to_line().encode())
+
+    def require_writable(self) -> None:
+        """Makes the file if it is not there, as the first append would: better told before a search than during it.
+
+        Raises:
+            DatabaseError: the file cannot be written.
+        """
+        self._append(b"")
+
+    def _append(self, line: bytes) -> None:
+        with importing("filelock"):
+            from filelock import FileLock, Timeout
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.path}.lock", timeout=_LOCK_TIMEOUT_S):
-                _append_bytes(self.path, trial.to_line().encode())
+                _append_bytes(self.path, line)
         except Timeout as error:
             raise DatabaseError(f"another process holds {error.lock_file} for over {_LOCK_TIMEOUT_S:.0f} s.") from error
         except OSError as error:
             raise DatabaseError(
-                f"cannot write the trial journal {self.path}: {error}. Pass a path that can be written."
+                f"cannot write the trial journal {self.path} ({error.strerror or error}): pass another folder for the "
+                "journal, with `kda-tl tune --journal DIR`."
             ) from error
 
     def _read(self) -> Iterator[Trial]:
         try:
-            lines = self.path.read_bytes().decode(errors="replace").split("\n")
+            lines = read_regular(self.path, _MAX_BYTES).decode(errors="replace").split("\n")
         except FileNotFoundError:
             return
         except OSError as error:
-            raise DatabaseError(f"cannot read the trial journal {self.path}: {error}.") from error
+            raise DatabaseError(
+                f"cannot read the trial journal {self.path} ({error.strerror or error}): move it away, or pass another "
+                "folder for the journal."
+            ) from error
         skipped = []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -203,11 +222,11 @@ class Journal:
 
 
 def _append_bytes(path: Path, line: bytes) -> None:
-    """Appends one line with one write; a torn last line is ended first, so that it spoils only itself."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    """Appends a line with one write; a torn last line is ended first, so that it spoils only itself."""
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        if line and size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from kda_tl.device import Device, find_compiler
-from kda_tl.errors import CompileError
+from kda_tl.errors import CompileError, KdaTlError
 from kda_tl.stage import Case, Config, Stage, TensorSpec, dim_size, static_sizes
+from kda_tl.toolchain import import_tilelang, is_of_cache, replace_cache, warn_if_not_kept
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
 NAME_OF_DTYPE = {dtype: name for name, dtype in TORCH_DTYPE.items() if name != "i32"}
@@ -163,7 +164,7 @@ def compile_stage(stage: Stage, case: Case, config: Config) -> Kernel:
     """The kernel of a stage, from this process's cache, TileLang's disk cache, or the compiler.
 
     Raises:
-        CompileError: the config is rejected, no compiler was found, or TileLang or the compiler refused.
+        CompileError: the config is rejected, no compiler or no TileLang that works was found, or one of them refused.
     """
     case = replace(case, problem=case.problem.without_lengths())
     key = (stage.name, case, config)
@@ -182,25 +183,40 @@ def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
         raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
     require_compiler(case.device)
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
-    import tilelang
-
-    # stages that ignore a flag of the problem compile to the same kernel twice, which its cache warns about
-    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.ERROR)
+    import_tilelang()
+    # Stages that ignore a flag of the problem compile to the same kernel twice, which its cache warns about; and of a
+    # kernel that it could not keep it prints a traceback, on stdout.
+    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
     try:
-        cpu = case.device.kind == "cpu"
-        jit = tilelang.compile(
-            stage.build(case, config),
-            target=case.device.target,
-            execution_backend="cython" if cpu else "auto",
-            pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes(case)},
-            compile_flags=_CPU_FLAGS if cpu else None,
-        )
+        try:
+            jit = _run_tilelang(stage, case, config)
+        except OSError as error:
+            if not is_of_cache(error):
+                raise
+            replace_cache(error)
+            jit = _run_tilelang(stage, case, config)
     except Exception as error:  # TileLang raises whatever its passes, TVM or the compiler's wrapper raise
+        if isinstance(error, KdaTlError):
+            raise
         last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
         raise CompileError(
             f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
         ) from error
+    warn_if_not_kept(jit)
     return Kernel(stage, case, config, jit)
+
+
+def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
+    import tilelang
+
+    cpu = case.device.kind == "cpu"
+    return tilelang.compile(
+        stage.build(case, config),
+        target=case.device.target,
+        execution_backend="cython" if cpu else "auto",
+        pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes(case)},
+        compile_flags=_CPU_FLAGS if cpu else None,
+    )
 
 
 def require_compiler(device: Device) -> None:

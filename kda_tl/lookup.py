@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kda_tl.db_file import Document, Gpu
+from kda_tl.db_file import MAX_FILE_BYTES, Document, Gpu
 from kda_tl.device import Device
 from kda_tl.errors import DatabaseError, KdaTlWarning
+from kda_tl.files import read_regular
 from kda_tl.records import Entry, Key
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def read_document(file: Path | Traversable, folder: str) -> Document:
         DatabaseError: it cannot be read or understood, or belongs elsewhere.
     """
     try:
-        document = Document.parse(file.read_text(encoding="utf-8"))
+        document = Document.parse(read_regular(file, MAX_FILE_BYTES).decode("utf-8"))
     except OSError as error:
         raise DatabaseError(f"it cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:

@@ -10,13 +10,15 @@ import contextlib
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kda_tl.errors import WrongResultError
+from kda_tl.errors import KdaTlWarning, WrongResultError
+from kda_tl.packages import describe_failure
 from kda_tl.reference import relative_error
 
 Launch = Callable[[], Any]
@@ -217,9 +219,14 @@ def ratio_ci(a_rounds: Sequence[float], b_rounds: Sequence[float], *, seed: int 
 def read_gpu_state(index: int = 0) -> dict[str, Any]:
     """Name, driver and current clocks of a CUDA device as NVML knows them; empty where NVML does not answer."""
     state: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # no library, no driver, no permission: all mean unknown
+    try:
         import pynvml
-
+    except Exception as error:  # a broken package raises what it likes
+        if torch.cuda.is_available():
+            text = f"clocks and driver are not recorded: {describe_failure('pynvml', error)}."
+            warnings.warn(text, KdaTlWarning, stacklevel=2)
+        return state
+    with contextlib.suppress(Exception):  # no driver, no permission: all mean unknown
         pynvml.nvmlInit()
         try:
             handle = _find_handle(pynvml, index)

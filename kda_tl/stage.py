@@ -81,7 +81,7 @@ class Config:
         if set(values) != set(axes):
             raise InputError(f"{cls.__name__} has the fields {sorted(axes)}, got {sorted(values)}.")
         for name, value in values.items():
-            if value not in axes[name]:
+            if not any(type(value) is type(choice) and value == choice for choice in axes[name]):  # 1.0 is no 1
                 raise InputError(f"{cls.__name__}.{name} must be one of {axes[name]}, got {value!r}.")
         return cls(**values)
 

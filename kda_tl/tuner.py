@@ -22,7 +22,9 @@ from kda_tl.device import Device
 from kda_tl.dispatch import DEFAULT_PIPELINES, default_plan, resolve
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.forecast import Forecast
+from kda_tl.journal import Journal
 from kda_tl.kernel import require_compiler
+from kda_tl.packages import importing
 from kda_tl.plan_search import OBJECTIVES, compete, default_plans, plan_of, require_pipeline, searched_pipelines
 from kda_tl.progress import (
     Geometry,
@@ -87,15 +89,20 @@ def tune(
         InputError: there is no such stage or pipeline, they do not fit each other or a workload's pass, or nothing is
             to be tuned.
         CompileError: no compiler was found.
+        PackageError: a package that searches need is missing or broken.
         DatabaseError: the journal or the database cannot be written.
         KeyboardInterrupt: as pressed; every finished trial is in the journal, and the same call goes on from there.
     """
     begin = time.monotonic()
     _check_request(workloads, stage, pipeline, budget, objective)
     require_compiler(device)
+    with importing("optuna"):  # searches need it after their first compile
+        import optuna  # noqa: F401
     folder = Path(db_dir) if db_dir is not None else db.writable_directory()
     trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
     journals = [trials / _name_journal(workload) for workload in workloads]
+    for path in dict.fromkeys(journals):
+        Journal(path).require_writable()
     overlap = device.kind == "cuda"
     emit = on_event or (lambda event: None)
     reports = []

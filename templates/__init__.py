@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kda_tl.errors import InputError
+from kda_tl.toolchain import import_tilelang
 
 if TYPE_CHECKING:
     from kda_tl.stage import Stage
@@ -29,9 +30,11 @@ def load(name: str) -> Stage:
 
     Raises:
         InputError: no such stage; the message lists those there are.
+        CompileError: TileLang is missing or broken.
     """
     if name not in names():
         raise InputError(f"there is no stage {name!r}: choose one of {', '.join(names())}.")
+    import_tilelang()
     stage: Stage = importlib.import_module(f"{__name__}.{name}").STAGE
     return stage
 

@@ -13,7 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 from kda_tl.problem import Problem
 from kda_tl.stage import Stage
-from kda_tl.templates import (
+from kda_tl.toolchain import import_tilelang
+
+import_tilelang()  # or a sentence; the stages below would raise whatever a missing or broken TileLang raises
+
+from kda_tl.templates import (  # noqa: E402
     bwd_gate,
     bwd_gradients,
     bwd_heads,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
 import threading
 from collections.abc import Mapping
@@ -208,6 +210,23 @@ def test_missing_directories(environment: Mapping[str, Path], tmp_path: Path) ->
     assert len(caught) == 1
     with pytest.raises(DatabaseError, match="is not a directory: pass"), use(tmp_path / "nowhere"):
         pass
+
+
+def test_user_directory_that_nobody_may_see_is_warned_of(
+    environment: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below another user's home. Tests may run as root, whom permissions do not stop: so the refusal is made."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for name in ("is_dir", "iterdir"):
+        allow = getattr(Path, name)
+        monkeypatch.setattr(
+            Path, name, lambda path, allow=allow: refuse(path) if path == environment["user"] else allow(path)
+        )
+    with pytest.warns(KdaTlWarning, match=r"user tuning database: .* cannot be listed \(Permission denied\)"):
+        assert [database.name for database in db.sources()] == ["$KDA_TL_DB", "user", "packaged"]
 
 
 # Validation, staleness, GPUs, provenance

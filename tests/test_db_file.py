@@ -139,7 +139,7 @@ def test_corrupt_file_is_moved_aside(tmp_path: Path) -> None:
 
 def test_newer_file_and_other_gpu_are_refused(tmp_path: Path) -> None:
     path = store(tmp_path, H200, "chunk_kda", "fwd", [make_entry(make_key())])
-    with pytest.raises(DatabaseError, match="holds plans for sm_90a with 132 SMs, not sm_90a with 66: set KDA_TL_DB"):
+    with pytest.raises(DatabaseError, match="holds plans for sm_90a with 132 SMs, not sm_90a with 66: pass another"):
         store(tmp_path, replace(H200, num_sms=66), "chunk_kda", "fwd", [])
     set_schema("kda_tl.tuning/12")(path)
     before = path.read_text()
@@ -176,11 +176,14 @@ def test_invalid_entries_are_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_unwritable_directory_is_a_sentence(tmp_path: Path) -> None:
+def test_unwritable_directory_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/kda_tl")):
-        with pytest.raises(DatabaseError, match="cannot write the tuning database .* set KDA_TL_DB to a directory"):
+        with pytest.raises(DatabaseError, match="cannot write the tuning database .*: pass a directory you may write"):
             store(directory, H200, "chunk_kda", "fwd", [])
+    monkeypatch.setenv("KDA_TL_DB", str(directory))
+    with pytest.raises(DatabaseError, match="cannot write the tuning database .*: set KDA_TL_DB to a directory"):
+        store(directory, H200, "chunk_kda", "fwd", [])
     unreadable = tmp_path / "other" / "nvidia_h200" / "chunk_kda_fwd.json"
     unreadable.mkdir(parents=True)
     with pytest.raises(DatabaseError, match="cannot write .*cannot be read .Is a directory"):

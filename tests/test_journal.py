@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
@@ -144,9 +145,28 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "trials.jsonl").append(make_trial())
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "trials.jsonl"
-    path.symlink_to("/dev/full")
-    with pytest.raises(DatabaseError, match="cannot write"):
-        Journal(path).append(make_trial())
+def test_a_full_disk_is_an_error(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with monkeypatch.context() as patch, pytest.raises(DatabaseError, match=r"cannot write .*only 10 of \d+ bytes fit"):
+        patch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:10]))
+        journal.append(make_trial())
+    with monkeypatch.context() as patch, pytest.raises(DatabaseError, match=r"cannot write .*\(No space left"):
+        patch.setattr(os, "write", refuse_space)
+        journal.append(make_trial())
+
+
+def refuse_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_journal_is_tried_before_it_is_needed(journal: Journal, tmp_path: Path) -> None:
+    journal.require_writable()
+    assert journal.trials() == []
+    journal.append(make_trial())
+    journal.path.write_bytes(journal.path.read_bytes()[:-1])  # torn: to be ended by the next line, not by a try
+    torn = journal.path.read_bytes()
+    journal.require_writable()
+    assert journal.path.read_bytes() == torn
+    (tmp_path / "file").write_text("")  # tests may run as root, whom permissions do not stop
+    with pytest.raises(DatabaseError, match="cannot write the trial journal .*pass another folder"):
+        Journal(tmp_path / "file" / "trials.jsonl").require_writable()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers the public names
-    "problem device errors reference tuning_db",
-    "stage layout workloads db db_file records lookup gpus journal",
+    "problem device errors files packages toolchain reference tuning_db",
+    "stage layout workloads db db_file records lookup validation gpus journal",
     "templates",
     "kernel ffi replay program dispatch measure isolate worker",
     "chunk call autograd opaque arguments fla __init__ |"
@@ -18,7 +18,7 @@ LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers th
 )
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts.split()}
 OPERATORS, SEARCH = (set(side.split()) for side in LAYERS[4].split("|"))  # neither imports the other
-COMPILES = {"kernel"}  # may import tilelang, inside a function
+COMPILES = {"kernel", "toolchain"}  # may import tilelang, inside a function
 
 TREES = {
     f"kda_tl.{folder}.{path.stem}".replace("kda_tl.kda_tl", "kda_tl").removesuffix(".__init__"): ast.parse(

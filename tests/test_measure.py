@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kda_tl import measure
-from kda_tl.errors import WrongResultError
+from kda_tl.errors import KdaTlWarning, WrongResultError
 
 CPU = torch.device("cpu")
 
@@ -154,7 +154,11 @@ def test_ratio_interval_ignores_what_disturbs_both_alike() -> None:
 
 def test_gpu_state_is_unknown_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert measure.read_gpu_state() == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.warns(KdaTlWarning, match="clocks and driver are not recorded: pynvml .*pip install 'nvidia-ml-py"):
+        assert measure.read_gpu_state() == {}
 
 
 @pytest.mark.gpu
