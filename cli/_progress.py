@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kda_tl.cli._console import Terminal, format_error, format_ratio, format_us, one_line
+from kda_tl.cli._problem import describe_workload
 from kda_tl.progress import (
     Event,
     GeometryScreened,
@@ -27,7 +28,6 @@ from kda_tl.progress import (
     WorkloadDone,
     WorkloadStarted,
 )
-from kda_tl.workloads import Workload
 
 LINE_EVERY_S = 10.0  # off a terminal, while a stage is under way
 MAX_REASONS = 3
@@ -178,13 +178,6 @@ class TuneProgress:
             f"trial {self.trial.number}/{self.trial.of}   best {format_us(best)}   "
             f"default {format_us(default)}   gain {gain}"
         )
-
-
-def describe_workload(w: Workload) -> str:
-    """Shape, type and gate in one line."""
-    tokens = f"{len(w.lengths)} packed sequences, {w.T} tokens" if w.lengths else f"B{w.B} T{w.T}"
-    heads = f"H{w.H}" if w.HV == w.H else f"H{w.H} HV{w.HV}"
-    return f"{tokens} {heads} K{w.K} V{w.V} {w.dtype}, {w.gate} gate, {w.decay} decay"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

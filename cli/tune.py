@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kda_tl.cli._console import ExitCode, Terminal
+from kda_tl.cli._problem import add_workload_arguments, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here, suggest
 from kda_tl.errors import InputError
+
+if TYPE_CHECKING:
+    from kda_tl.workloads import Workload
 
 CPU_TIMEOUT_S = 75  # the tag cpu then takes under three minutes
 
@@ -17,12 +21,7 @@ CPU_TIMEOUT_S = 75  # the tag cpu then takes under three minutes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add_gpu_argument(parser)
-    parser.add_argument(
-        "--workload",
-        action="append",
-        metavar="NAME|TAG",
-        help="workload or tag, may be repeated (default: the tag cpu on the CPU, else tune)",
-    )
+    add_workload_arguments(parser, "the tag cpu on the CPU, else tune")
     parser.add_argument("--stage", metavar="NAME", help="only this stage, at the default chunk sizes; stores no plan")
     parser.add_argument(
         "--pipeline",
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _run(args: argparse.Namespace, terminal: Terminal) -> int:
     require_stage(args.stage)
     device = find_here(args.gpu, args, static=True)
-    workloads = choose_workloads(args.workload, device.kind)
+    workloads: Sequence[Workload] = choose_workloads(args, device.kind)
     if args.pipeline is not None:
         from kda_tl.plan_search import require_pipeline
 
@@ -91,15 +90,13 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
     return _tuned.finish(report, directory, terminal)
 
 
-def choose_workloads(words: Sequence[str] | None, kind: str) -> Sequence[Any]:
-    """The workloads that were named, or those that are tuned on this kind of device.
+def choose_workloads(args: argparse.Namespace, kind: str) -> tuple[Workload, ...]:
+    """The workloads that were named or described, or those that are tuned on this kind of device.
 
     Raises:
-        InputError: there is no such workload or tag.
+        InputError: as :func:`kda_tl.cli._problem.read_workloads`.
     """
-    from kda_tl.workloads import select
-
-    return select(words or ["cpu" if kind == "cpu" else "tune"])
+    return read_workloads(args, ["cpu" if kind == "cpu" else "tune"])
 
 
 def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: Any, directory: Path) -> Any:

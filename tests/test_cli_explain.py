@@ -42,22 +42,22 @@ def test_show_nothing(run: Run) -> None:
 
 def test_explain_names_step_source_and_plan(run: Run, own_database: Path) -> None:
     store(own_database, CPU, make_entry(SMALL, CPU))
-    code, out, _ = run("explain", SMALL.name, "--gpu", "cpu")
+    code, out, _ = run("explain", "--workload", SMALL.name, "--gpu", "cpu")
     assert code == 0
     for word in ("exact bucket", "$KDA_TL_DB", "BT=32", "fwd_state", "1.21x the default"):
         assert word in out
-    code, out, _ = run("explain", SMALL.name, "--gpu", "cpu", "--tokens", "500", "--json")
-    choice = json.loads(out)
+    code, out, _ = run("explain", "--workload", SMALL.name, "--gpu", "cpu", "--tokens", "500", "--json")
+    (choice,) = json.loads(out)["workloads"]
     assert choice["step"] == "nearest bucket" and choice["plan"]["BT"] == 32
-    code, out, _ = run("explain", SMALL.name, "--gpu", "cpu", "--chunk-size", "16", "--json")
-    choice = json.loads(out)
+    code, out, _ = run("explain", "--workload", SMALL.name, "--gpu", "cpu", "--chunk-size", "16", "--json")
+    (choice,) = json.loads(out)["workloads"]
     assert choice["step"] == "default" and choice["passed_over"]
 
 
 @pytest.mark.usefixtures("without_gpu")
 def test_explain_for_a_gpu_that_is_elsewhere(run: Run) -> None:
     code, out, err = run("explain", "--heads", "32", "--tokens", "8192", "--gpu", "h100", "--json")
-    choice = json.loads(out)
+    (choice,) = json.loads(out)["workloads"]
     assert code == 0 and choice["gpu"] == "nvidia_h100_80gb_hbm3"
     assert (choice["step"], choice["source"]) == ("same architecture", "packaged")  # a plan tuned on an H200
     assert "also: nvidia_h100_pcie" in err
@@ -76,5 +76,5 @@ def test_source(run: Run) -> None:
 def test_choices_are_not_shared_between_databases(run: Run, own_database: Path, tmp_path: Path) -> None:
     store(tmp_path / "other", CPU, make_entry(SMALL, CPU))
     assert dispatch.choose(SMALL.problem(), CPU).step == "default"
-    _, out, _ = run("explain", SMALL.name, "--gpu", "cpu", "--db", tmp_path / "other", "--json")
-    assert json.loads(out)["step"] == "exact bucket"
+    _, out, _ = run("explain", "--workload", SMALL.name, "--gpu", "cpu", "--db", tmp_path / "other", "--json")
+    assert [choice["step"] for choice in json.loads(out)["workloads"]] == ["exact bucket"]

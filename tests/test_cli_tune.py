@@ -171,6 +171,15 @@ def test_tune_of_one_pipeline_says_where_its_plans_go(run: Run, tuner: Any, own_
     assert seen["pipeline"] is None and "Tuning cpu" in err and "others are faster" not in err
 
 
+def test_tune_takes_a_described_problem(run: Run, tuner: Any) -> None:
+    seen = tuner(lambda directory: [make_report()])
+    argv = ("--heads", "3", "--tokens", "500", "--K", "32", "--V", "16", "--dtype", "fp32", "--pass", "bwd")
+    run("tune", "--gpu", "cpu", *argv)
+    (workload,) = seen["workloads"]
+    assert workload.name == "train-safe-T500-H3-K32-V16-fp32"
+    assert workload.problem().key == "chunk_kda-bwd-H3-HV3-K32-V16-fp32-safe-l2norm-sigmoid-ht-n1-tokens500"
+
+
 @pytest.mark.parametrize(
     ("options", "stages"),
     [
