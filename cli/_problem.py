@@ -76,8 +76,8 @@ def read_numbers(args: argparse.Namespace) -> dict[str, Any]:
         command = shlex.join(["kda-tl", *(w for w in args.words if w not in args.stray), "--workload", word])
         raise InputError(f"{word!r} is no option: if it is a workload, run `{command}`.")
     names = {name: name.replace("-", "_") for name in _OPTIONS} | {"pass": "direction"}
-    given = {_OPTIONS[name][0]: getattr(args, dest, None) for name, dest in names.items()}
-    given = {number: value for number, value in given.items() if value is not None}
+    values = {_OPTIONS[name][0]: getattr(args, dest, None) for name, dest in names.items()}
+    given: dict[str, Any] = {number: value for number, value in values.items() if value is not None}
     for number in ("tokens", "sequences", "longest"):
         if given.get(number, 1) < 1:
             raise InputError(f"--{number} must be at least 1, got {given[number]}.")

@@ -293,8 +293,7 @@ def select(names_or_tags: Iterable[str]) -> tuple[Workload, ...]:
     unknown = sorted(wanted.difference(known))
     if unknown:
         near = dict.fromkeys(name for word in unknown for name in difflib.get_close_matches(word, known))
-        meant = f"did you mean {' or '.join(near)}? The tags are" if near else "the tags are"
-        raise InputError(
-            f"unknown workload {', '.join(unknown)}: {meant} {', '.join(tags)}; `kda-tl show --workloads` lists the names."
-        )
+        meant = f"did you mean {' or '.join(near)}? The" if near else "the"
+        what = f"{meant} tags are {', '.join(tags)}; `kda-tl show --workloads` lists the names"
+        raise InputError(f"unknown workload {', '.join(unknown)}: {what}.")
     return tuple(w for w in WORKLOADS if wanted & {w.name, *w.tags})
