@@ -86,8 +86,8 @@ def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
     report = Report(environment=_environment(device), ceilings=ceilings, workloads=())
     _print(terminal, _describe(ceilings))
     with open_database(args.db):
-        for workload in workloads:
-            terminal.note(f"Timing {workload.name}.")
+        for number, workload in enumerate(workloads, start=1):
+            terminal.note(f"Timing {workload.name} ({number} of {len(workloads)}).")
             result = bench_workload(workload, device, ceilings, settings)
             known = {**report.environment, **find_versions()}  # now: a checkout has a version once it is imported
             report = replace(report, environment=known, workloads=(*report.workloads, result))

@@ -103,7 +103,8 @@ def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: 
     from kda_tl import tuner
     from kda_tl.cli._progress import TuneProgress
 
-    with TuneProgress(terminal).running() as progress:
+    limit_s = args.timeout or (CPU_TIMEOUT_S if device.kind == "cpu" else None)
+    with TuneProgress(terminal, limit_s).running() as progress:
         return tuner.tune(
             workloads,
             device,
@@ -111,7 +112,7 @@ def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: 
             pipeline=args.pipeline,
             budget=args.budget or tuner.DEFAULT_BUDGET,
             objective=args.objective or tuner.DEFAULT_OBJECTIVE,
-            timeout_s=args.timeout or (CPU_TIMEOUT_S if device.kind == "cpu" else None),
+            timeout_s=limit_s,
             seed=args.seed,
             jobs=args.jobs,
             journal_dir=args.journal,

@@ -119,11 +119,17 @@ def _check_device(
         compiled += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
     if args.static:
         return compiled
-    findings = [finding for subject in subjects for finding in _check_subject(subject, device, terminal)]
+    findings = []
+    for number, subject in enumerate(subjects, start=1):
+        terminal.note(f"  {number:>2} of {len(subjects)}  {subject.name}")
+        findings += _check_subject(subject, device)
     if args.time:
         from kda_tl.cli._regression import check_speed
 
-        findings += [check_speed(s, device, terminal) for s in subjects if s.shipped]
+        shipped = [subject for subject in subjects if subject.shipped]
+        for number, subject in enumerate(shipped, start=1):
+            terminal.note(f"  {number:>2} of {len(shipped)}  {subject.name}: plan against default")
+            findings.append(check_speed(subject, device))
     return findings
 
 
@@ -226,14 +232,13 @@ def find_workload(entry: Entry, direction: str) -> Workload:
     return Workload(name=key.text, dtype=key.dtype, gate=key.gate, direction=direction, **sizes, **shape)
 
 
-def _check_subject(subject: Subject, device: Device, terminal: Terminal) -> Iterator[Finding]:
+def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
     """The operator run with the plan, each way against the recurrence."""
     from kda_tl.bench import plan_tolerance, torch_device
     from kda_tl.cli import _call
 
     w = subject.workload
     tolerance = plan_tolerance(w, device)
-    terminal.note(f"  {subject.name}")
     for variant in variants_of(subject):
         finding = Finding(subject=subject.name, check=variant.name, passed=False, tolerance=tolerance)
         inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))

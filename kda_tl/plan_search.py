@@ -15,7 +15,7 @@ from kda_tl.errors import InputError, KdaTlError
 from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import read_gpu_state
-from kda_tl.progress import Geometry, GeometryScreened, PlanDone, PlanResult
+from kda_tl.progress import Geometry, GeometryScreened, PartStarted, PlanDone, PlanResult
 from kda_tl.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan
 from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
@@ -142,6 +142,7 @@ def _screen(
     always: Sequence[Geometry] = (),
 ) -> list[Screened]:
     plans = list(default_plans(run, workload, geometries))
+    run.emit(PartStarted(workload=workload, part="default plans", count=len(plans)))
     run.crew.enqueue(job for plan in plans for job in _kernels(run, workload, plan))
     screened = []
     for geometry, plan in zip(geometries, plans, strict=True):
@@ -217,7 +218,9 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
         counts: trials of the stages by status, for the entry's provenance.
     """
     results: dict[Plan, PlanResult] = {}
-    for plan in dict.fromkeys([default, *plans]):
+    entering = list(dict.fromkeys([default, *plans]))
+    run.emit(PartStarted(workload=workload, part="plans", count=len(entering)))
+    for plan in entering:
         results[plan] = _enter(run, workload, plan)
     for plan, result in list(results.items()):
         if (twin := find_kept_twin(plan, run.objective)) and result.median_us is not None:

@@ -97,7 +97,7 @@ class WorkloadReport:
         stages: every stage tuned, in order.
         plans: every plan that ran in the final, the default first.
         counts: trials by status, over all stages.
-        resumed: trials that came from the journal.
+        resumed: trials that the journal held: of an earlier run, or of the same kernels earlier in this one.
         stopped_because: one sentence.
         failure: why there is no result, empty if there is one.
         seconds: wall time.
@@ -147,6 +147,15 @@ class WorkloadStarted:
     workload: Workload
     index: int
     total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStarted:
+    """A part of a workload's tuning begins: ``count`` more "default plans", "stages" or "plans" are measured."""
+
+    workload: Workload
+    part: str
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,5 +237,7 @@ class WorkloadDone:
     report: WorkloadReport
 
 
-Event = WorkloadStarted | GeometryScreened | StageStarted | TrialDone | StageDone | PlanDone | WorkloadDone
+Event = (
+    WorkloadStarted | PartStarted | GeometryScreened | StageStarted | TrialDone | StageDone | PlanDone | WorkloadDone
+)
 OnEvent = Callable[[Event], None]

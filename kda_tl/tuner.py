@@ -33,7 +33,16 @@ from kda_tl.plan_search import (
     screen,
     searched_pipelines,
 )
-from kda_tl.progress import Geometry, OnEvent, StageResult, TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
+from kda_tl.progress import (
+    Geometry,
+    OnEvent,
+    PartStarted,
+    StageResult,
+    TuneReport,
+    WorkloadDone,
+    WorkloadReport,
+    WorkloadStarted,
+)
 from kda_tl.stage import Config, Plan, Stage
 from kda_tl.stage_search import count_cores, prefetch, split_space, tune_stage
 from kda_tl.workloads import Workload
@@ -237,9 +246,11 @@ def tune_plan(
     if deadline is not None:
         deadline -= _FINAL_SHARE * max(0.0, deadline - time.monotonic())
     results: list[StageResult] = []
-    for number, geometry in enumerate(geometries):
-        share = _share(deadline, len(geometries) - number)
-        results += _tune_stages(run, make_bench(run, workload, geometry), share)
+    benches = [make_bench(run, workload, geometry) for geometry in geometries]
+    count = sum(len(bench.pipeline.stages_of(problem)) for bench in benches)
+    run.emit(PartStarted(workload=workload, part="stages", count=count))
+    for number, bench in enumerate(benches):
+        results += _tune_stages(run, bench, _share(deadline, len(benches) - number))
     report = _add_stages(report, results)
     final = compete(run, workload, default, _make_plans(run, workload, geometries, results), report.counts)
     if final.entry is None:

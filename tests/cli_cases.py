@@ -13,7 +13,9 @@ from typing import Any
 from kda_tl import db, templates
 from kda_tl.device import Device, cpu_device
 from kda_tl.dispatch import default_plan, numerics_class
+from kda_tl.progress import WorkloadReport
 from kda_tl.records import Check, Entry, Key, Timing, VsDefault
+from kda_tl.search import Evaluation, SearchResult
 from kda_tl.stage import Plan
 from kda_tl.workloads import Workload, select
 
@@ -53,3 +55,23 @@ def store(directory: Path, device: Device, *entries: Entry, direction: str = "fw
 def spawn(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **SPAWN_ENV, **more.pop("env", {})}
     return subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120, check=False, **more)
+
+
+def make_search(trials: tuple[Evaluation, ...] = ()) -> SearchResult:
+    return SearchResult(best=None, trials=trials, counts={}, stopped_because="everything was tried", resumed=0)
+
+
+def make_report(workload: Workload = SMALL, **changes: Any) -> WorkloadReport:
+    report = WorkloadReport(
+        workload=workload,
+        entry=None,
+        path=None,
+        default=default_plan(workload.problem(), CPU),
+        stages=(),
+        plans=(),
+        counts={"ok": 3, "wrong": 1},
+        resumed=0,
+        stopped_because="everything was tried",
+        seconds=1.5,
+    )
+    return replace(report, **changes)

@@ -14,54 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import ANSI, CPU, OLD, SMALL, SMALL_BACKWARD, SPAWN_ENV, Run, make_entry, store
-from rich.console import Console
+from cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, SPAWN_ENV, Run, make_entry, make_report, store
 
-from kda_tl import db, templates
+from kda_tl import db
 from kda_tl.cli import _call as call
-from kda_tl.cli._console import Terminal
-from kda_tl.cli._progress import TuneProgress
+from kda_tl.cli import _tuned
 from kda_tl.device import Device
 from kda_tl.dispatch import default_plan
-from kda_tl.journal import Outcome
-from kda_tl.progress import (
-    Geometry,
-    GeometryScreened,
-    PlanDone,
-    PlanResult,
-    StageDone,
-    StageResult,
-    StageStarted,
-    TrialDone,
-    TuneReport,
-    WorkloadDone,
-    WorkloadReport,
-    WorkloadStarted,
-)
-from kda_tl.search import Evaluation, SearchResult
-from kda_tl.workloads import Workload
+from kda_tl.errors import CompileError
+from kda_tl.progress import TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
+from kda_tl.records import VsDefault
+from kda_tl.workloads import select
 
 pytestmark = pytest.mark.usefixtures("own_database")
-
-
-def make_search(trials: tuple[Evaluation, ...] = ()) -> SearchResult:
-    return SearchResult(best=None, trials=trials, counts={}, stopped_because="everything was tried", resumed=0)
-
-
-def make_report(workload: Workload = SMALL, **changes: Any) -> WorkloadReport:
-    report = WorkloadReport(
-        workload=workload,
-        entry=None,
-        path=None,
-        default=default_plan(workload.problem(), CPU),
-        stages=(),
-        plans=(),
-        counts={"ok": 3, "wrong": 1},
-        resumed=0,
-        stopped_because="everything was tried",
-        seconds=1.5,
-    )
-    return replace(report, **changes)
 
 
 @pytest.fixture
@@ -136,15 +101,91 @@ def test_tune_ends_by_calling_the_backward(
 
 
 @pytest.mark.parametrize(
-    ("changes", "code"),
-    [({"failure": "no plan computes the right numbers"}, 4), ({}, 5)],
+    ("changes", "code", "told"),
+    [
+        (
+            {"failure": "no plan computes the right numbers"},
+            4,
+            "1 of 1 workloads failed: cpu-safe-K32. Plans of others that are stored: 0 (exit code 4).",
+        ),
+        ({}, 5, "Nothing beat the default; --stage stores no plan (exit code 5)."),
+    ],
     ids=["nothing valid", "nothing beats the default"],
 )
-def test_tune_exit_codes(run: Run, tuner: Any, changes: dict[str, Any], code: int) -> None:
+def test_tune_exit_codes(run: Run, tuner: Any, changes: dict[str, Any], code: int, told: str) -> None:
     tuner(lambda directory: [make_report(**changes)])
-    found, out, _ = run("tune", "--gpu", "cpu", "--stage", "fwd_gate")
-    assert found == code
+    found, out, err = run("tune", "--gpu", "cpu", "--stage", "fwd_gate")
+    assert found == code and err.splitlines()[-1] == told
     assert changes.get("failure", "Trials are in") in out
+
+
+def make_served(**changes: Any) -> _tuned.Served:
+    times = {"tuned_us": 90.0, "default_us": 100.0, "ratio": 1.11, "ci95": (1.1, 1.12)}
+    return _tuned.Served(
+        **{"is_default": False, "step": "exact bucket", "source": "", "error": 1e-7, "checked_tokens": 9, **times}
+        | changes
+    )
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["the first fails", "the second fails"])
+def test_tune_goes_on_when_one_workload_fails(
+    run: Run, own_database: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = sorted(select(["cpu"]), key=lambda w: w.name != select(["cpu"])[failing].name)
+
+    def tune_plan(run: Any, report: WorkloadReport, directory: Path, **_: Any) -> WorkloadReport:
+        if report.workload == bad:
+            raise CompileError("no kernel compiles")
+        entry = make_entry(good, CPU)
+        path = db.store(directory, CPU, "chunk_kda", "fwd", [entry])
+        return replace(report, default=default_plan(good.problem(), CPU), entry=entry, path=path)
+
+    monkeypatch.setattr("kda_tl.tuner.tune_plan", tune_plan)
+    monkeypatch.setattr(_tuned, "serve", lambda *_: make_served())
+    code, out, err = run("tune", "--gpu", "cpu")
+    assert code == 4
+    assert f"1 of 2 workloads failed: {bad.name}. Plans of others that are stored: 1 (exit code 4)." in err
+    assert f"{bad.name}: no kernel compiles" in out and re.search(rf"^{good.name} .* 1.11x ", out, re.MULTILINE)
+    assert f"Plans are in {own_database / 'cpu' / 'chunk_kda_fwd.json'}" in out
+    assert [plan["provenance"] for plan in json.loads(run("show", "--db", own_database, "--json")[1])["plans"]] == [
+        make_entry(good, CPU).provenance
+    ]
+    results = json.loads(run("tune", "--gpu", "cpu", "--json")[1])["workloads"]
+    assert {r["workload"]: bool(r["entry"]) for r in results} == {bad.name: False, good.name: True}
+
+
+def test_a_default_that_won_is_shown_as_the_default(run: Run, tuner: Any, own_database: Path) -> None:
+    plan = default_plan(SMALL.problem(), CPU)
+
+    def answer(directory: Path) -> list[WorkloadReport]:
+        entry = make_entry(SMALL, CPU, plan=plan, vs_default=VsDefault(ratio=1.0, ci95=(1.0, 1.0)))
+        return [make_report(entry=entry, path=db.store(directory, CPU, "chunk_kda", "fwd", [entry]))]
+
+    tuner(answer)
+    argv = ("tune", "--gpu", "cpu", "--workload", SMALL.name, "--db", own_database)
+    code, out, err = run(*argv)
+    assert code == 5
+    assert err.splitlines()[-2:] == [
+        "Calling chunk_kda for cpu-safe-K32 with the default plan, which nothing beat (1 of 1).",
+        "Nothing beat the default; records that name the default plan are stored: 1 (exit code 5).",
+    ]
+    assert re.search(r"^cpu-safe-K32 +staged +64/16 +[\d.]+ \ws +same plan +- +\d\.\de-0\d$", out, re.MULTILINE)
+    assert "same plan: nothing beat the default" in out and not re.search(r"\dx", out + err)
+    (served,) = (result["served"] for result in json.loads(run(*argv, "--json")[1])["workloads"])
+    assert served["is_default"] and served["tuned_us"] == served["default_us"] > 0
+    assert (served["ratio"], served["ci95"]) == (1.0, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("low", [0.9, 1.01])
+def test_a_gain_within_the_noise_is_said_to_be(
+    run: Run, tuner: Any, low: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = make_entry(SMALL, CPU)
+    tuner(lambda directory: [make_report(entry=entry, path=db.store(directory, CPU, "chunk_kda", "fwd", [entry]))])
+    monkeypatch.setattr(_tuned, "serve", lambda *_: make_served(ratio=0.95, ci95=(low, 1.03)))
+    code, out, _ = run("tune", "--gpu", "cpu", "--workload", SMALL.name)
+    told = "cpu-safe-K32: 1.21x in the 5 rounds of its contest; the 5 rounds of this table are within the noise."
+    assert code == 0 and (told in out) == (low < 1)
 
 
 def test_tune_stops_with_the_command_to_go_on(run: Run, tuner: Any) -> None:
@@ -217,71 +258,3 @@ def test_tune_stale_takes_stale_plans_only(run: Run, tuner: Any, own_database: P
     store(own_database, CPU, make_entry(SMALL, CPU, templates=OLD))
     run("tune", "--gpu", "cpu", "--stale")
     assert seen["workloads"] == [SMALL]
-
-
-def emit_all(progress: TuneProgress) -> None:
-    """Every kind of event, as a tuner sends them."""
-    stage = templates.load("fwd_state")
-    plan = default_plan(SMALL.problem(), CPU)
-    geometry = Geometry(pipeline="staged", BT=64, BC=16)
-    config = plan.config("fwd_state")
-    ok = Evaluation(config=config, outcome=Outcome(status="ok", median_us=41.2), resumed=False)
-    bad = Evaluation(config=config, outcome=Outcome(status="compile", reason="ptxas said\nno " * 30), resumed=False)
-    result = StageResult(
-        stage=stage.name,
-        geometry=geometry,
-        study="s",
-        winner=config,
-        default=config,
-        median_us=41.2,
-        mad_us=0.1,
-        default_us=55.0,
-        ratio=1.33,
-        ci95=(1.3, 1.4),
-        rejected={"BV=64 does not divide 32": 3},
-        search=make_search((ok, bad)),
-        seconds=1.0,
-    )
-    started = {"workload": SMALL, "stage": stage.name, "geometry": geometry}
-    timed = PlanResult(plan=plan, status="ok", median_us=55.0, check={"max_rel_err": 1e-6})
-    progress(WorkloadStarted(workload=SMALL, index=0, total=2))
-    progress(GeometryScreened(workload=SMALL, geometry=geometry, result=timed, resumed=True))
-    progress(StageStarted(**started, space=18, candidates=2, budget=9, rejected=result.rejected))
-    for number, evaluation in enumerate((ok, bad), start=1):
-        trial = {"workload": SMALL, "stage": stage.name, "number": number, "of": 9}
-        progress(TrialDone(**trial, evaluation=evaluation, best_us=41.2, default_us=55.0))
-    progress(StageDone(workload=SMALL, result=result))
-    progress(PlanDone(workload=SMALL, result=replace(timed, status="wrong", median_us=None, reason="o is off")))
-    progress(WorkloadDone(report=make_report(failure="no plan computes the right numbers")))
-
-
-def test_progress_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    err = Console(stderr=True, force_terminal=False, width=120, highlight=False, markup=False)
-    progress = TuneProgress(Terminal(out=Console(), err=err))
-    with progress.running():
-        emit_all(progress)
-    out, text = capsys.readouterr()
-    assert out == "" and ANSI not in text
-    assert re.search(r"fwd_state +64/16 +2 trials +best +41.2 us +default +55.0 us +1.33x", text)
-    for part in ("3 rejected, 1 did not compile", "1 x did not compile: ptxas said no", "3 x rejected: BV=64", "wrong"):
-        assert part in text
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_progress_on_a_terminal_fits(width: int) -> None:
-    console = Console(force_terminal=True, width=width, highlight=False, markup=False, record=True, quiet=False)
-    progress = TuneProgress(Terminal(out=console, err=console))
-    stop = StopIteration()
-
-    def until_trial(event: Any) -> None:
-        progress(event)
-        if isinstance(event, TrialDone) and event.number == 2:
-            raise stop
-
-    with pytest.raises(StopIteration), console.capture():
-        emit_all(until_trial)  # type: ignore[arg-type]
-    with console.capture() as captured:
-        console.print(progress._render())
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any("trial 2/9" in line and "gain 1.33x" in line for line in lines)
