@@ -41,10 +41,14 @@ def test_help_is_quick_and_loads_nothing_big() -> None:
 def test_help_of_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in COMMANDS:
-        assert command in out
+    for command, told in COMMANDS.items():
+        assert re.search(rf"^ +{command} ", out, re.MULTILINE)
         code, text, _ = run(command, "--help")
-        assert code == 0 and "--json" in text or command == "db"
+        assert code == 0 and f"usage: kda-tl {command} " in text
+        assert f"{told[0].upper()}{told[1:]}." in " ".join(text.split())
+        for action in ("validate", "export") if command == "db" else ([],):
+            code, text, _ = run(*[command, action][: 2 if action else 1], "--help")
+            assert code == 0 and re.search(r"^ +--json", text, re.MULTILINE)
 
 
 def test_help_of_commands_does_not_load_torch() -> None:
