@@ -112,14 +112,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _check_device(
     subjects: Sequence[Subject], device: Device, args: argparse.Namespace, terminal: Terminal
 ) -> list[Finding]:
-    compiled: list[Finding] = []
+    findings: list[Finding] = []
     if args.static or device.kind == "cuda":  # a GPU's kernels take seconds each
         from kda_tl.cli._compile import check_compiles
 
-        compiled += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
+        findings += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
     if args.static:
-        return compiled
-    findings = []
+        return findings
     for number, subject in enumerate(subjects, start=1):
         terminal.note(f"  {number:>2} of {len(subjects)}  {subject.name}")
         findings += _check_subject(subject, device)
