@@ -240,13 +240,11 @@ def format_clock(seconds: float) -> str:
 
 
 def _sum_up(reasons: Mapping[str, int] | None) -> str:
-    """The most frequent reason, and how many others there are."""
+    """How many reasons there are, and the most frequent one."""
     if not reasons:
         return ""
-    most = max(reasons, key=lambda reason: reasons[reason])
-    others = len(reasons) - 1
-    more = "" if not others else f" (and {others} other reason{'s' if others > 1 else ''})"
-    return f": {one_line(most)}{more}"
+    many = f" ({len(reasons)} reasons)" if len(reasons) > 1 else ""
+    return f"{many}: {one_line(max(reasons, key=lambda reason: reasons[reason]))}"
 
 
 def _format_plan(result: PlanResult) -> str:

@@ -126,7 +126,7 @@ def test_a_log_has_a_line_for_everything_with_counts(show: Show) -> None:
         "  default  3 of 3   staged 64/16    55.0 us  error 1.0e-06",
         "  ... stage 1 of 2, fwd_state, staged BT=64 BC=16, 0:35 of 1:15: 6 of 18 configs can run; compiling",
         "    1/2 fwd_state  64/16    2 trials  best  41.2 us  default  55.0 us  1.33x",
-        "        12 rejected: BV=64 does not divide 32 (and 2 other reasons)",
+        "        12 rejected (3 reasons): BV=64 does not divide 32",
         f"        1 did not compile: {' '.join(['ptxas said no'] * 30)}",
         "  ... stage 2 of 2, fwd_state, staged BT=64 BC=8, 0:55 of 1:15: 6 of 18 configs can run; compiling",
         "    2/2 fwd_state  64/8     1 trial   best  41.2 us  default  55.0 us  1.33x",
