@@ -42,13 +42,20 @@ _SHAPE = ("tokens", "sequences", "longest", "varlen")
 _KINDS = {("safe", "slow"): "slow", ("softplus", "steep"): "softplus-steep", ("log", "slow"): "log-slow"}
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser, default: str, leave_out: Sequence[str] = ()) -> None:
+def add_workload_arguments(
+    parser: argparse.ArgumentParser,
+    default: str,
+    *,
+    leave_out: Sequence[str] = (),
+    alone: str = "--heads and --tokens describe one",
+) -> None:
     """Declares ``--workload``, and the options that describe a problem or change those of the workloads.
 
     Args:
         parser: of the command.
         default: what the command works on if nothing is given, for the help.
         leave_out: options that mean nothing to the command.
+        alone: what the options do without ``--workload``, for the help.
     """
     parser.add_argument(
         "--workload",
@@ -57,9 +64,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, default: str, leave_
         help=f"workload or tag, may be repeated (default: {default}); `kda-tl show --workloads` lists them",
     )
     parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    group = parser.add_argument_group(
-        "problem", "with --workload these change its problems; without it --heads and --tokens describe one"
-    )
+    group = parser.add_argument_group("problem", f"with --workload these change its problems; without it {alone}")
     for name, (_, kinds) in _OPTIONS.items():
         if name not in leave_out:
             group.add_argument(f"--{name}", **kinds)

@@ -96,7 +96,7 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     with torch.no_grad():
         rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
     rounds.setdefault("default", rounds["tuned"])
-    ratio, low, high = (1.0, 1.0, 1.0) if is_default else ratio_ci(rounds["default"], rounds["tuned"])
+    ratio, low, high = ratio_ci(rounds["default"], rounds["tuned"])
     return Served(
         is_default=is_default,
         step=choice.step,

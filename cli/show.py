@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="only plans of this GPU: cpu, h100, h200, ..., or a slug")
     parser.add_argument("--source", metavar="NAME", help="only this database: overlay, '$KDA_TL_DB', user, packaged")
     parser.add_argument("--db", metavar="DIR", help="the database in this directory instead of the usual ones")
-    add_workload_arguments(parser, "all", leave_out=NOT_IN_KEYS)
+    add_workload_arguments(parser, "all", leave_out=NOT_IN_KEYS, alone="they choose among plans")
     parser.add_argument("--workloads", action="store_true", help="the workloads and their tags instead of plans")
     parser.add_argument("--stale", action="store_true", help="only plans whose templates changed since")
     parser.add_argument("--json", action="store_true", help="everything that is stored, as JSON")

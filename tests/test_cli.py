@@ -48,7 +48,7 @@ def test_help_of_every_command(run: Run) -> None:
         assert f"{told[0].upper()}{told[1:]}." in " ".join(text.split())
         for action in ("validate", "export") if command == "db" else ([],):
             code, text, _ = run(*[command, action][: 2 if action else 1], "--help")
-            assert code == 0 and re.search(r"^ +--json", text, re.MULTILINE)
+            assert code == 0 and re.search(r"^ +--json( |$)", text, re.MULTILINE)
 
 
 def test_help_of_commands_does_not_load_torch() -> None:

@@ -17,7 +17,7 @@ from cli_cases import CPU, SMALL, Run, make_entry, store
 
 from kda_tl.bench import _recurrence, operator_tensors
 from kda_tl.cli._call import describe_recurrence
-from kda_tl.cli._problem import NOT_IN_KEYS, read_workloads
+from kda_tl.cli._problem import NOT_IN_KEYS, change_workload, read_workloads
 from kda_tl.dispatch import default_plan
 from kda_tl.gpus import known_device
 from kda_tl.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
@@ -111,6 +111,14 @@ def test_what_options_describe_is_the_problem(rng: random.Random) -> None:
             direction=given.get("pass", "fwd"),
         )
         assert named.setdefault(workload.name, workload) == workload, "two problems, one name"
+        word = rng.choice(["initial-state", "state-v-first", "beta", "dtype", "gate", "pass", "K", "V"])
+        other = {name: value for name, value in given.items() if name != word}
+        if word not in given:
+            other[word] = {"beta": "plain", "dtype": "fp16", "gate": "log", "pass": "bwd", "K": 64, "V": 64}.get(
+                word, True
+            )
+        (twin,) = read(*as_words(other))
+        assert (twin.name == workload.name) == (twin == workload), "two problems, one name"
     assert len(named) > 200
 
 
@@ -131,6 +139,7 @@ def test_options_change_named_workloads() -> None:
     assert half == select(["safe-T8192-H32"])[0]
     (grouped,) = read("--workload", "safe-T8192-H64", "--value-heads", 128)
     assert (grouped.H, grouped.HV, grouped.name) == (64, 128, "safe-T8192-H64-HV128")
+    assert (change_workload(grouped, {"H": 8}).HV, change_workload(grouped, {"H": 8, "HV": 8}).HV) == (16, 8)
     (fewer,) = read("--workload", "safe-packed-H64", "--tokens", 100)
     assert sorted(fewer.lengths) == [16, 16, 17, 17, 17, 17]
     (sharp,) = read("--workload", "train-slow-T8192-H32", "--dtype", "fp16")
@@ -144,15 +153,16 @@ def test_options_change_named_workloads() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_every_number_reaches_what_plans_are_judged_by(direction: str, rng: random.Random) -> None:
+def test_every_number_reaches_what_plans_are_judged_by(direction: str) -> None:
     base = Workload(name="", lengths=(9, 0, 20), H=1, HV=2, K=16, V=8, dtype="fp32", direction=direction)
     for beta in BETAS:
-        w = replace(base, beta=beta, initial_state=rng.random() < 0.7, state_v_first=rng.random() < 0.5)
+        w = replace(base, beta=beta, initial_state=beta != "sigmoid", state_v_first=beta != "plain")
         inputs = w.inputs("cpu", seed=3)
         tensors, _ = operator_tensors(w, 16, torch.device("cpu"), seed=3)
         assert tensors["h0"] is inputs.get("initial_state") or torch.equal(tensors["h0"], inputs["initial_state"])
         state = (3, 2, 8, 16) if w.state_v_first else (3, 2, 16, 8)
         assert not w.initial_state or inputs["initial_state"].shape == state
+        assert (0 < inputs["beta"].min() < inputs["beta"].max() < 1) == (beta == "plain")
         arguments, judged = describe_recurrence(inputs), _recurrence(w, torch.device("cpu"), 3)
         o, ht = recurrent_kda(**arguments)
         assert arguments["beta_mode"] == beta and ht.shape == state

@@ -198,6 +198,7 @@ def test_a_terminal_shows_what_is_under_way_and_what_is_left(width: int) -> None
     assert max(len(line) for lines in [lasting, *frames.values()] for line in lines) <= width
     assert len(lasting) == 12 and lasting[6][:34] == "        1 did not compile: ptxas s" and lasting[6][-1] == "\u2026"
     assert frames["GeometryScreened"] == ["", "cpu-safe-K32 (1 of 2)  0:00 of 1:15", "timing the default plans, 3 of 3"]
+    assert frames["PartStarted"][2] == "measuring plans end to end, 1 of 1"
     trial = frames["TrialDone"]
     assert len(trial) == 6 and trial[1] == "cpu-safe-K32 (1 of 2)  0:00 of 1:15"
     assert trial[3:] == [
