@@ -103,11 +103,12 @@ def make_step(operator: Callable[[Inputs], Any], inputs: Inputs) -> Launch:
 def describe_recurrence(inputs: Inputs) -> dict[str, Any]:
     """Arguments of the recurrence from those of the operator."""
     computed, lower_bound = inputs["use_gate_in_kernel"], inputs["lower_bound"]
+    sigmoid = "sigmoid2" if inputs.get("allow_neg_eigval") else "sigmoid"
     return {
         **{name: inputs.get(name) for name in TENSORS},
         "gate": "log" if not computed else "softplus" if lower_bound is None else "safe",
         "lower_bound": lower_bound,
-        "beta_mode": "sigmoid" if inputs["use_beta_sigmoid_in_kernel"] else "plain",
+        "beta_mode": sigmoid if inputs["use_beta_sigmoid_in_kernel"] else "plain",
         "use_l2norm": inputs["use_qk_l2norm_in_kernel"],
         "state_v_first": inputs.get("state_v_first", False),
         "cu_seqlens": inputs.get("cu_seqlens_cpu"),
@@ -134,17 +135,9 @@ def without_extras(inputs: Inputs) -> dict[str, Any]:
         "q": l2norm(inputs["q"].float()).to(inputs["q"].dtype),
         "k": l2norm(inputs["k"].float()).to(inputs["k"].dtype),
         "beta": activate_beta(inputs["beta"], "sigmoid"),
+        "allow_neg_eigval": False,
         "use_qk_l2norm_in_kernel": False,
         "use_beta_sigmoid_in_kernel": False,
         "output_final_state": False,
     }
     return {**inputs, **bare}
-
-
-def with_state(inputs: Inputs) -> dict[str, Any]:
-    """The same call with a state before the first token, states being [V, K]."""
-    k, v = inputs["k"], inputs["v"]
-    N = len(inputs["cu_seqlens_cpu"]) - 1 if "cu_seqlens_cpu" in inputs else len(k)
-    generator = torch.Generator(device=v.device).manual_seed(1)
-    state = torch.randn(N, v.shape[2], v.shape[3], k.shape[3], generator=generator, device=v.device)
-    return {**inputs, "initial_state": state, "state_v_first": True}

@@ -71,6 +71,8 @@ def _make_cudnn(module: Any, workload: Workload, where: torch.device) -> Operato
         raise UnsupportedError("its kernels need a GPU")
     if workload.gate == "softplus" and workload.direction == "fwd":
         raise UnsupportedError("it has no softplus gate")
+    if workload.beta != "sigmoid" or workload.initial_state or workload.state_v_first:
+        raise UnsupportedError("it is called with sigmoid step sizes and without an initial state only")
     bounds = torch.tensor(workload.bounds, dtype=torch.int32, device=where)
     prepare = _activate_before if workload.direction == "bwd" else _activate_inside
 

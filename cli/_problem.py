@@ -1,88 +1,208 @@
-"""Which problem ``explain`` and ``source`` are about: a workload by name, or one described by options."""
+"""What a command works on: workloads by name or tag, a problem described by options, or workloads that options change.
+
+Every command declares it here, so that ``--workload`` and a problem's options mean the same everywhere.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kda_tl.errors import InputError
-from kda_tl.problem import BETAS, DTYPES, GATES, Problem
+from kda_tl.problem import BETAS, DIRECTIONS, DTYPES, GATES
 
-_FIELDS = {
-    "heads": "H",
-    "value_heads": "HV",
-    "K": "K",
-    "V": "V",
-    "tokens": "tokens",
-    "sequences": "sequences",
-    "longest": "longest",
-    "dtype": "dtype",
-    "gate": "gate",
-    "beta": "beta",
+if TYPE_CHECKING:
+    from kda_tl.workloads import Workload
+
+# option: the number of a problem it gives, what argparse needs
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "heads": ("H", {"type": int, "metavar": "H", "help": "query/key heads"}),
+    "value-heads": ("HV", {"type": int, "metavar": "HV", "help": "value heads, a multiple of the heads"}),
+    "K": ("K", {"type": int, "help": "key head dimension (128)"}),
+    "V": ("V", {"type": int, "help": "value head dimension (128)"}),
+    "tokens": ("tokens", {"type": int, "metavar": "N", "help": "tokens of all sequences"}),
+    "sequences": ("sequences", {"type": int, "metavar": "N", "help": "number of sequences (1)"}),
+    "longest": ("longest", {"type": int, "metavar": "N", "help": "tokens of the longest packed sequence"}),
+    "varlen": ("varlen", {"action": "store_true", "default": None, "help": "sequences are packed"}),
+    "dtype": ("dtype", {"choices": DTYPES, "help": "element type (bf16)"}),
+    "gate": ("gate", {"choices": GATES, "help": "gate mode (safe)"}),
+    "beta": ("beta", {"choices": BETAS, "help": "step size (sigmoid)"}),
+    "initial-state": (
+        "initial_state",
+        {"action": "store_true", "default": None, "help": "there is a state before the first token"},
+    ),
+    "state-v-first": ("state_v_first", {"action": "store_true", "default": None, "help": "states are [V, K]"}),
+    "pass": ("direction", {"choices": DIRECTIONS, "dest": "direction", "help": "forward or backward (fwd)"}),
 }
-_FLAGS = ("varlen", "initial_state", "state_v_first")
+NOT_IN_KEYS = ("sequences", "beta", "initial-state", "state-v-first")  # any plan serves any of these
+_SHAPE = ("tokens", "sequences", "longest", "varlen")
+_KINDS = {("safe", "slow"): "slow", ("softplus", "steep"): "softplus-steep", ("log", "slow"): "log-slow"}
 
 
-def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that describe a problem, or change the one of a workload."""
-    group = parser.add_argument_group("problem", "these describe a problem, or change that of the workload")
-    group.add_argument("--heads", type=int, metavar="H", help="query/key heads")
-    group.add_argument("--value-heads", type=int, metavar="HV", help="value heads, a multiple of the heads")
-    group.add_argument("--K", type=int, help="key head dimension (128)")
-    group.add_argument("--V", type=int, help="value head dimension (128)")
-    group.add_argument("--tokens", type=int, metavar="N", help="tokens of all sequences")
-    group.add_argument("--sequences", type=int, metavar="N", help="number of sequences (1)")
-    group.add_argument("--longest", type=int, metavar="N", help="tokens of the longest sequence")
-    group.add_argument("--dtype", choices=DTYPES, help="element type (bf16)")
-    group.add_argument("--gate", choices=GATES, help="gate mode (safe)")
-    group.add_argument("--beta", choices=BETAS, help="step size (sigmoid)")
-    group.add_argument("--varlen", action="store_true", help="sequences are packed")
-    group.add_argument("--initial-state", action="store_true", help="there is a state before the first token")
-    group.add_argument("--state-v-first", action="store_true", help="states are [V, K]")
+def add_workload_arguments(
+    parser: argparse.ArgumentParser,
+    default: str,
+    *,
+    leave_out: Sequence[str] = (),
+    alone: str = "--heads and --tokens describe one",
+) -> None:
+    """Declares ``--workload``, and the options that describe a problem or change those of the workloads.
+
+    Args:
+        parser: of the command.
+        default: what the command works on if nothing is given, for the help.
+        leave_out: options that mean nothing to the command.
+        alone: what the options do without ``--workload``, for the help.
+    """
+    parser.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAME|TAG",
+        help=f"workload or tag, may be repeated (default: {default}); `kda-tl show --workloads` lists them",
+    )
+    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
+    group = parser.add_argument_group("problem", f"with --workload these change its problems; without it {alone}")
+    for name, (_, kinds) in _OPTIONS.items():
+        if name not in leave_out:
+            group.add_argument(f"--{name}", **kinds)
 
 
-def read_problem(args: argparse.Namespace, workload: str | None) -> Problem:
-    """The problem that the arguments describe.
+def read_numbers(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of a problem, by the names of its numbers.
+
+    Raises:
+        InputError: a count is below 1, or a word was given where only options are taken.
+    """
+    if args.stray:
+        word, *_ = args.stray
+        command = shlex.join(["kda-tl", *(w for w in args.words if w not in args.stray), "--workload", word])
+        raise InputError(f"{word!r} is no option: if it is a workload, run `{command}`.")
+    names = {name: name.replace("-", "_") for name in _OPTIONS} | {"pass": "direction"}
+    values = {_OPTIONS[name][0]: getattr(args, dest, None) for name, dest in names.items()}
+    given: dict[str, Any] = {number: value for number, value in values.items() if value is not None}
+    for number in ("tokens", "sequences", "longest"):
+        if given.get(number, 1) < 1:
+            raise InputError(f"--{number} must be at least 1, got {given[number]}.")
+    return given
+
+
+def read_workloads(args: argparse.Namespace, default: Sequence[str] = ()) -> tuple[Workload, ...]:
+    """The workloads that were named, changed as asked, or the one that is described, or the command's own.
+
+    Args:
+        args: the parsed arguments.
+        default: names and tags that are meant if nothing is given; none if something must be.
 
     Raises:
         InputError: there is no such workload, a size is missing, or sizes do not fit each other.
     """
-    given: dict[str, Any] = {
-        field: getattr(args, name) for name, field in _FIELDS.items() if getattr(args, name) is not None
-    }
-    given |= {flag: True for flag in _FLAGS if getattr(args, flag)}
-    for name in ("tokens", "sequences", "longest"):
-        if given.get(name, 1) < 1:
-            raise InputError(f"--{name} must be at least 1, got {given[name]}.")
-    if workload is not None:
-        return _change(_find(workload), given)
-    missing = [f"--{name}" for name in ("heads", "tokens") if getattr(args, name) is None]
+    from kda_tl.workloads import Workload, select
+
+    given = read_numbers(args)
+    if args.workload or (default and not given):
+        workloads = select(args.workload or default)
+        return tuple(dict.fromkeys(change_workload(w, given) for w in workloads)) if given else workloads
+    missing = [option for option, number in (("--heads", "H"), ("--tokens", "tokens")) if number not in given]
     if missing:
-        raise InputError(f"name a workload, or describe a problem: {' and '.join(missing)} missing.")
-    computed = given.get("gate") != "log"
-    base = {"HV": given["H"], "K": 128, "V": 128, "gate": "safe", "has_A_log": computed, "has_dt_bias": computed}
-    return Problem(**{**base, "beta": "sigmoid", "l2norm": True, "final_state": True, **given})
+        raise InputError(
+            f"say which problem: name one with --workload (`kda-tl show --workloads` lists them), or describe it, "
+            f"{' and '.join(missing)} missing."
+        )
+    return (change_workload(Workload(name="described", T=1, H=1), given),)
 
 
-def _find(name: str) -> Problem:
-    from kda_tl.workloads import select
+def read_one_workload(args: argparse.Namespace, default: Sequence[str] = ()) -> Workload:
+    """The only workload of :func:`read_workloads`.
 
-    found = select([name])
-    if len(found) > 1:
-        raise InputError(f"{name!r} is a tag: pass one of its workloads, {', '.join(w.name for w in found)}.")
-    return found[0].problem()
+    Raises:
+        InputError: there are several, and as there.
+    """
+    workloads = read_workloads(args, default)
+    if len(workloads) > 1:
+        some = ", ".join(w.name for w in workloads[:3])
+        raise InputError(f"`kda-tl {args.command}` takes one workload, not {len(workloads)}: pass one of {some}, ...")
+    return workloads[0]
 
 
-def _change(problem: Problem, given: dict[str, Any]) -> Problem:
-    """The problem with other numbers, and what follows from them."""
-    follows: dict[str, Any] = {}
+def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
+    """A workload with other numbers and what follows from them, under a name that tells them.
+
+    Args:
+        workload: what is changed.
+        given: of :func:`read_numbers`.
+
+    Raises:
+        InputError: the numbers do not fit each other.
+    """
+    from kda_tl.workloads import WORKLOADS
+
+    changes = {number: value for number, value in given.items() if number not in _SHAPE}
     if "H" in given:
-        follows["HV"] = given["H"] * problem.group
-    if given.keys() & {"tokens", "sequences"}:
-        follows["longest"] = 0
-    if "dtype" in given:
-        follows |= {"g_dtype": "", "beta_dtype": ""}
-    if "gate" in given:
-        follows |= {"has_A_log": given["gate"] != "log", "has_dt_bias": given["gate"] != "log"}
-    return replace(problem, **{**follows, **given})
+        changes.setdefault("HV", given["H"] * (workload.HV // workload.H))
+    if given.get("gate", workload.gate) != workload.gate:  # the decay that workloads of this gate have
+        changes["decay"] = "slow" if given["gate"] == "softplus" else "steep"
+    if not given.keys().isdisjoint(_SHAPE):
+        changes |= _cut_tokens(
+            given.get("tokens", workload.tokens),
+            given.get("sequences", len(workload.bounds) - 1),
+            given.get("longest"),
+            packed=bool(workload.lengths) or "varlen" in given,
+        )
+    changed = replace(workload, tags=(), **changes)
+    known = (each for each in WORKLOADS if replace(each, name=changed.name, tags=()) == changed)
+    return next(known, replace(changed, name=_name(changed)))
+
+
+def _cut_tokens(tokens: int, sequences: int, longest: int | None, *, packed: bool) -> dict[str, Any]:
+    """Tokens as sequences: of one length in a batch, else of about one length except the longest."""
+    if not packed:
+        if tokens % sequences or longest not in (None, tokens // sequences):
+            of = "" if longest is None else f", the longest of {longest},"
+            raise InputError(
+                f"{sequences} sequences{of} of {tokens} tokens in all are no batch, whose sequences are of one length: "
+                "pass --varlen to pack them, or a multiple of --sequences as --tokens."
+            )
+        return {"B": sequences, "T": tokens // sequences, "lengths": ()}
+    longest = -(-tokens // sequences) if longest is None else longest
+    rest, others = tokens - longest, sequences - 1
+    if not 0 <= rest <= others * longest:
+        raise InputError(
+            f"{sequences} sequences, the longest of {longest} tokens, cannot have {tokens} tokens in all: "
+            "change --tokens, --sequences or --longest."
+        )
+    return {"B": 1, "lengths": (longest, *(rest * (n + 1) // others - rest * n // others for n in range(others)))}
+
+
+def _name(w: Workload) -> str:
+    """A name in the style of the table's: ``train-slow-T4096-H16-fp16``."""
+    shape = f"B{w.B}-T{w.T}" if w.B > 1 else f"T{w.T}"
+    if w.lengths:
+        count, longest = len(w.lengths), max(w.lengths)
+        shape = f"packed-{count}x{longest}" if count * longest == w.T else f"packed-{count}-T{w.T}-longest{longest}"
+    parts = {
+        "train": w.direction == "bwd",
+        _KINDS.get((w.gate, w.decay), w.gate): True,
+        shape: True,
+        f"H{w.H}": True,
+        f"HV{w.HV}": w.HV != w.H,
+        f"K{w.K}": w.K != 128,
+        f"V{w.V}": w.V != w.K,
+        w.dtype: w.dtype != "bf16",
+        w.beta: w.beta != "sigmoid",
+        "h0": w.initial_state,
+        "vk": w.state_v_first,
+    }
+    return "-".join(part for part, told in parts.items() if told)
+
+
+def describe_workload(w: Workload) -> str:
+    """Shape, type and gate in one line."""
+    tokens = f"{len(w.lengths)} packed sequences, {w.T} tokens" if w.lengths else f"B{w.B} T{w.T}"
+    heads = f"H{w.H}" if w.HV == w.H else f"H{w.H} HV{w.HV}"
+    rest = [f"{w.beta} beta"] if w.beta != "sigmoid" else []
+    rest += ["initial state"] if w.initial_state else []
+    rest += ["states [V, K]"] if w.state_v_first else []
+    return ", ".join([f"{tokens} {heads} K{w.K} V{w.V} {w.dtype}", f"{w.gate} gate", f"{w.decay} decay", *rest])

@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kda_tl.cli._console import Terminal, format_error, format_ratio, format_us, one_line
+from kda_tl.cli._problem import describe_workload
 from kda_tl.progress import (
     Event,
     GeometryScreened,
+    PartStarted,
     PlanDone,
     PlanResult,
     RunStarted,
@@ -26,12 +28,12 @@ from kda_tl.progress import (
     StageStarted,
     TrialDone,
     WorkloadDone,
+    WorkloadReport,
     WorkloadStarted,
 )
-from kda_tl.workloads import Workload
+from kda_tl.stage import Config
 
 LINE_EVERY_S = 10.0  # off a terminal, while a stage is under way
-MAX_REASONS = 3
 FAILURES = {
     "rejected": "rejected",
     "compile": "did not compile",
@@ -40,25 +42,33 @@ FAILURES = {
     "timeout": "timed out",
     "slow": "dropped as slow",
 }
+DOING = {"default plans": "timing the default plans", "stages": "tuning stages", "plans": "measuring plans end to end"}
 
 
 class TuneProgress:
-    """Takes the events of a tuning run and writes them to stderr."""
+    """Takes the events of a tuning run and writes them to stderr.
 
-    def __init__(self, terminal: Terminal) -> None:
+    Args:
+        terminal: where.
+        limit_s: most seconds a workload, None without a limit.
+    """
+
+    def __init__(self, terminal: Terminal, limit_s: float | None = None) -> None:
         self.terminal = terminal
-        self.where = ""
+        self.limit_s = limit_s
+        self.where = self.part = ""
+        self.done, self.of = 0, 0  # in the part under way
         self.stage: StageStarted | None = None
         self.trial: TrialDone | None = None
         self.failures: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
+        self.reasons: dict[str, Counter[str]] = {}
         self.explained: set[str] = set()
-        self.doing = ""
+        self.measured: set[tuple[str, Config]] = set()  # in this run, by study
         self.began = self.last_line = time.monotonic()
 
     @contextmanager
     def running(self) -> Iterator[TuneProgress]:
-        """Shows the stage under way, on a terminal only; it leaves nothing behind."""
+        """Shows what is under way, on a terminal only; it leaves nothing behind."""
         if not self.terminal.err.is_terminal:
             yield self
             return
@@ -77,12 +87,13 @@ class TuneProgress:
         handlers: dict[type, Any] = {
             RunStarted: lambda e: self._write(describe_run(e)),
             WorkloadStarted: self._start_workload,
+            PartStarted: self._start_part,
             GeometryScreened: self._screen,
             StageStarted: self._start_stage,
             TrialDone: self._count_trial,
             StageDone: lambda e: self._end_stage(e.result),
-            PlanDone: lambda e: self._write(f"  plan       {_format_plan(e.result)}"),
-            WorkloadDone: self._end_workload,
+            PlanDone: lambda e: self._write(f"  plan    {self._count()}  {_format_plan(e.result)}"),
+            WorkloadDone: lambda e: self._end_workload(e.report),
         }
         handlers[type(event)](event)
 
@@ -97,80 +108,118 @@ class TuneProgress:
 
     def _start_workload(self, event: WorkloadStarted) -> None:
         self.where = f"{event.workload.name} ({event.index + 1} of {event.total})"
-        self.stage, self.doing = None, "timing the default plans"
+        self.stage, self.part, self.done, self.of = None, "", 0, 0
+        self.began = time.monotonic()
         left = f", about {format_span(event.left_s)} left" if event.index else ""
         self._write(f"{self.where}{left}: {describe_workload(event.workload)}")
-        self._write_off_terminal(self.doing)
+
+    def _start_part(self, event: PartStarted) -> None:
+        if event.part != self.part:
+            self.part, self.done, self.of = event.part, 0, 0
+        self.of = self.done + event.count
+        if event.part != "stages" and event.count:  # a stage has a line of its own
+            self._write_off_terminal(f"{DOING[event.part]}, {self.of - self.done} to go, {self._format_time()}")
+
+    def _count(self) -> str:
+        """Counts one more of the part under way: ``2 of 4``."""
+        self.done += 1
+        return f"{self.done:>2} of {max(self.of, self.done):<2}"
 
     def _screen(self, event: GeometryScreened) -> None:
         known = "  (from the journal)" if event.resumed else ""
-        self._write(f"  default    {_format_plan(event.result)}{known}")
+        self._write(f"  default {self._count()}  {_format_plan(event.result)}{known}")
 
     def _start_stage(self, event: StageStarted) -> None:
         self.stage, self.trial = event, None
-        self.failures, self.reasons = Counter(), Counter()
-        self.doing = "compiling"
+        self.failures, self.reasons = Counter(), {}
         if sum(event.rejected.values()):
             self.failures["rejected"] = sum(event.rejected.values())
-        self._write_off_terminal(f"{event.stage}, {event.geometry.text}: {self._format_state()}")
+        self._write_off_terminal(f"{self._format_stage()}, {self._format_time()}: {self._format_state()}")
 
     def _count_trial(self, event: TrialDone) -> None:
-        self.trial, self.doing = event, ""
+        self.trial = event
         outcome = event.evaluation.outcome
         if outcome.status != "ok":
             self.failures[outcome.status] += 1
             if outcome.reason and outcome.status != "slow":
-                self.reasons[f"{FAILURES.get(outcome.status, outcome.status)}: {outcome.reason}"] += 1
+                self.reasons.setdefault(outcome.status, Counter())[outcome.reason] += 1
         if not self.terminal.err.is_terminal and time.monotonic() - self.last_line > LINE_EVERY_S:
-            self._write(f"  {event.stage:<10} {self._format_state()}   {format_counts(self.failures)}")
+            failed = format_counts(self.failures)
+            self._write(f"  {event.stage:<10} {self._format_state()}   {self._format_time()}   {failed}")
 
     def _end_stage(self, result: StageResult) -> None:
-        trials = len(result.search.trials)
+        trials = result.search.trials
+        self.measured |= {(result.study, trial.config) for trial in trials if not trial.resumed}
         if result.winner is not None:
             default = format_us(result.default_us)
             found = f"best {format_us(result.median_us):>8}  default {default:>8}  {format_ratio(result.ratio)}"
         else:
             found = f"{'nothing valid' if trials else 'default kept'}, {result.search.stopped_because}"
+        self.done += 1
+        number = f"{self.done}/{self.of}" if self.of else ""
         geometry = f"{result.geometry.BT:>2}/{result.geometry.BC:<2}"
-        self._write(f"  {result.stage:<10} {geometry} {trials:>4} {'trials' if trials != 1 else 'trial '}  {found}")
+        many = "trials" if len(trials) != 1 else "trial "
+        self._write(f"  {number:>5} {result.stage:<10} {geometry} {len(trials):>4} {many}  {found}")
+        reasons = {**self.reasons, "rejected": Counter(result.rejected)}
         new = result.stage not in self.explained  # every chunk size and workload rejects much the same
-        if self.failures and (new or set(self.failures) != {"rejected"}):
-            self._write(f"    {format_counts(self.failures)}")
-        for reason, count in self.reasons.most_common(MAX_REASONS):
-            self._write(f"    {count} x {one_line(reason)}")
-        for reason, count in Counter(result.rejected).most_common(MAX_REASONS if new else 0):
-            self._write(f"    {count} x rejected: {reason}")
+        for status, word in FAILURES.items():
+            if self.failures[status] and status != "slow" and (new or status != "rejected"):
+                self._write_short(f"        {self.failures[status]} {word}{_sum_up(reasons.get(status))}")
         self.explained.add(result.stage)
-        self.stage, self.doing = None, "measuring plans end to end"
+        self.stage = None
 
-    def _end_workload(self, event: WorkloadDone) -> None:
-        report = event.report
-        self.doing = ""
+    def _write_short(self, line: str) -> None:
+        """A line that is cut at the width of a terminal: what it lacks is in ``--json`` and the journal."""
+        if self.terminal.err.is_terminal:
+            line = _cut(line, self.terminal.err.width - 1)
+        self._write(line)
+
+    def _end_workload(self, report: WorkloadReport) -> None:
+        self.part = ""
         if report.failure:
             self._write(f"  failed     {report.failure}")
         elif report.entry is not None:
-            known = f", {report.resumed} trials came from the journal" if report.resumed else ""
             gain = format_ratio(report.entry.vs_default.ratio)
-            self._write(f"  stored     {gain} the default, after {report.seconds:.0f} s{known}")
+            what = f"{gain} the default" if report.improved else "the default, which nothing beat"
+            self._write(f"  stored     {what}, after {report.seconds:.0f} s{self._tell_known(report)}")
+
+    def _tell_known(self, report: WorkloadReport) -> str:
+        """How many trials were not measured for this workload, and where they came from."""
+        trials = [(result.study, trial) for result in report.stages for trial in result.search.trials]
+        known = [(study, trial.config) in self.measured for study, trial in trials if trial.resumed]
+        here, before = sum(known), len(known) - sum(known)
+        told = [f"{here} were of kernels measured before in this run"] if here else []
+        told += [f"{before} came from the journal of an earlier run"] if before else []
+        return f"; of {len(trials)} trials {' and '.join(told)}" if told else ""
 
     def _render(self) -> Any:
-        """The stage under way, in at most five lines."""
-        elapsed = int(time.monotonic() - self.began)
-        stage = f"{self.stage.stage}  {self.stage.geometry.text}" if self.stage else self.doing
-        title = Text.assemble((self.where, "bold"), f"  {stage}  ", (f"{elapsed // 60}:{elapsed % 60:02d}", "dim"))
-        if self.stage is None:
-            return Group("", title)
-        done, of = (self.trial.number, self.trial.of) if self.trial else (0, self.stage.budget)
+        """What is under way, in at most six lines."""
+        title = Text.assemble((self.where, "bold"), "  ", (self._format_time(), "dim"))
+        lines = [title]
+        if self.stage is None and self.part:
+            count = f", {min(self.done + 1, self.of)} of {self.of}" if self.of else ""
+            lines.append(Text(f"{DOING[self.part]}{count}"))
         width = min(78, self.terminal.err.width - 2)
-        lines = [Text(self._format_state()), Text(format_counts(self.failures) or "none failed", style="dim")]
-        if self.reasons:
-            (reason, _), *_ = self.reasons.most_common(1)
-            lines.append(Text(one_line(reason), style="dim"))
-        for line in (title, *lines):
-            line.truncate(width, overflow="ellipsis")
+        if self.stage is None:
+            return Group("", *(_cut(line, width) for line in lines))
+        done, of = (self.trial.number, self.trial.of) if self.trial else (0, self.stage.budget)
         bar = Table.grid()  # a bar by itself ends no line
         bar.add_row(ProgressBar(total=max(of, 1), completed=done, width=width, complete_style="green"))
-        return Group("", title, bar, *lines)
+        failed = format_counts(self.failures) or "none failed"
+        lines += [Text(self._format_stage()), Text(self._format_state()), Text(failed, style="dim")]
+        first, *rest = (_cut(line, width) for line in lines)
+        return Group("", first, bar, *rest)
+
+    def _format_stage(self) -> str:
+        if self.stage is None:
+            return ""
+        number = f"stage {self.done + 1} of {self.of}, " if self.of else ""
+        return f"{number}{self.stage.stage}, {self.stage.geometry.text}"
+
+    def _format_time(self) -> str:
+        """Time that the workload took so far, and its limit."""
+        taken = format_clock(time.monotonic() - self.began)
+        return taken if self.limit_s is None else f"{taken} of {format_clock(self.limit_s)}"
 
     def _format_state(self) -> str:
         if self.stage is None or self.trial is None:
@@ -201,16 +250,22 @@ def format_span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def describe_workload(w: Workload) -> str:
-    """Shape, type and gate in one line."""
-    tokens = f"{len(w.lengths)} packed sequences, {w.T} tokens" if w.lengths else f"B{w.B} T{w.T}"
-    heads = f"H{w.H}" if w.HV == w.H else f"H{w.H} HV{w.HV}"
-    return f"{tokens} {heads} K{w.K} V{w.V} {w.dtype}, {w.gate} gate, {w.decay} decay"
-
-
 def format_counts(counts: Mapping[str, int]) -> str:
     """``12 rejected, 2 did not compile``, in a fixed order; statuses that are fine are left out."""
     return ", ".join(f"{counts[status]} {word}" for status, word in FAILURES.items() if counts.get(status))
+
+
+def format_clock(seconds: float) -> str:
+    """Minutes and seconds: ``1:05``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _sum_up(reasons: Mapping[str, int] | None) -> str:
+    """How many reasons there are, and the most frequent one."""
+    if not reasons:
+        return ""
+    many = f" ({len(reasons)} reasons)" if len(reasons) > 1 else ""
+    return f"{many}: {one_line(max(reasons, key=lambda reason: reasons[reason]))}"
 
 
 def _format_plan(result: PlanResult) -> str:
@@ -220,3 +275,11 @@ def _format_plan(result: PlanResult) -> str:
     error = result.check.get("max_rel_err")
     shown = f"  error {format_error(error)}" if isinstance(error, (int, float)) else ""
     return f"{plan}  {format_us(result.median_us):>9}{shown}"
+
+
+def _cut(line: str | Text, width: int) -> Any:
+    """A line that ends with an ellipsis where it is too long."""
+    if isinstance(line, str):
+        return line if len(line) <= width else f"{line[: width - 1]}…"
+    line.truncate(width, overflow="ellipsis")
+    return line

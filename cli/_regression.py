@@ -10,7 +10,7 @@ import torch
 
 from kda_tl.bench import torch_device
 from kda_tl.cli._call import make_launch
-from kda_tl.cli._console import Terminal, format_us
+from kda_tl.cli._console import format_us
 from kda_tl.cli.verify import Finding, Subject
 from kda_tl.device import Device
 from kda_tl.dispatch import default_plan
@@ -24,9 +24,8 @@ MIN_US = 2.0
 SUBROUNDS = 5  # medians a round
 
 
-def check_speed(subject: Subject, device: Device, terminal: Terminal) -> Finding:
+def check_speed(subject: Subject, device: Device) -> Finding:
     """Times plan and default in turns; fails if the plan is clearly slower in 2 of 3 rounds."""
-    terminal.note(f"  {subject.name}: plan against default")
     finding = Finding(subject=subject.name, check="speed", passed=True)
     workload, problem = subject.workload, subject.workload.problem()
     chunks = -(-workload.tokens // subject.plan.BT) * problem.HV

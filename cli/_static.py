@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     device, note = find_one_known(args.gpu)
     if note:
         terminal.note(note)
-    workloads = choose_workloads(args.workload, device.kind)[: None if args.workload else 1]
+    workloads = choose_workloads(args, device.kind)[: None if args.workload else 1]
     stages = _choose_stages(args, workloads)
     results: dict[str, Sequence[Compiled]] = {}
     done: Counter[str] = Counter()

@@ -27,8 +27,9 @@ ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What a call of the operator gave once the plan was stored."""
+    """What a call of the operator gave once the plan was stored; it is compared with nothing if it is the default."""
 
+    is_default: bool
     step: str
     source: str
     error: float
@@ -40,14 +41,17 @@ class Served:
 
 
 def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
-    """Shows what was found, as dispatched from the database that was just written."""
+    """Shows what was found, as dispatched from the database that was just written; explains the exit code."""
     reload()
     served: dict[str, Served] = {}
+    stored = [found for found in report.workloads if found.entry is not None]
     with use(directory):
-        for found in report.workloads:
-            if found.entry is not None and found.default is not None:
-                terminal.note(f"Calling chunk_kda for {found.workload.name} with the plan that was stored.")
-                served[found.workload.name] = serve(found.workload, found.default, report.device)
+        for number, found in enumerate(stored, start=1):
+            if found.default is not None:
+                plan = "the plan that was stored" if found.improved else "the default plan, which nothing beat"
+                name = found.workload.name
+                terminal.note(f"Calling chunk_kda for {name} with {plan} ({number} of {len(stored)}).")
+                served[name] = serve(found.workload, found.default, report.device)
     values = {
         "gpu": report.device.slug,
         "journals": [str(path) for path in report.journals],
@@ -56,7 +60,24 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
         "workloads": [_as_dict(found, served.get(found.workload.name)) for found in report.workloads],
     }
     terminal.show(values, *_tables(report, served))
-    return _exit_code(report)
+    code, sentence = conclude(report)
+    if sentence:
+        terminal.note(sentence)
+    return code
+
+
+def conclude(report: TuneReport) -> tuple[ExitCode, str]:
+    """The exit code, and what it means unless all is well."""
+    stored = sum(found.entry is not None for found in report.workloads)
+    failed = [found.workload.name for found in report.workloads if found.failure]
+    if failed:
+        some = ", ".join(failed[:3]) + (", ..." if len(failed) > 3 else "")
+        what = f"{len(failed)} of {len(report.workloads)} workloads failed: {some}"
+        return ExitCode.NOTHING_VALID, f"{what}. Plans of others that are stored: {stored} (exit code 4)."
+    if any(found.improved for found in report.workloads):
+        return ExitCode.OK, ""
+    kept = f"records that name the default plan are stored: {stored}" if stored else "--stage stores no plan"
+    return ExitCode.NO_GAIN, f"Nothing beat the default; {kept} (exit code 5)."
 
 
 def serve(workload: Workload, default: Plan, device: Device) -> Served:
@@ -69,12 +90,15 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     checked = workload.trimmed(CHECKED_TOKENS[workload.direction])
     errors = measure_errors(checked.inputs(where), choice.plan, workload.direction)
     inputs = workload.inputs(where)
-    plans = {"tuned": None, "default": default}
+    is_default = choice.plan == default
+    plans = {"tuned": None} if is_default else {"tuned": None, "default": default}
     launches = {name: make_launch(inputs, workload.direction, plan) for name, plan in plans.items()}
     with torch.no_grad():
         rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
+    rounds.setdefault("default", rounds["tuned"])
     ratio, low, high = ratio_ci(rounds["default"], rounds["tuned"])
     return Served(
+        is_default=is_default,
         step=choice.step,
         source=choice.source,
         error=max(errors.values()),
@@ -96,10 +120,14 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
         for found in report.workloads:
             if (s := served.get(found.workload.name)) is not None and found.entry is not None:
                 plan = found.entry.plan
-                times = (format_us(s.tuned_us), format_us(s.default_us), format_ratio(s.ratio), format_error(s.error))
+                default = ("same plan", "-") if s.is_default else (format_us(s.default_us), format_ratio(s.ratio))
+                times = (format_us(s.tuned_us), *default, format_error(s.error))
                 table.add_row(found.workload.name, plan["pipeline"], format_chunks(plan), *times)
         yield table
         yield "error: of chunk_kda, relative to the float64 recurrence."
+        if any(s.is_default for s in served.values()):
+            yield "same plan: nothing beat the default in the contest of plans, so the stored record names it."
+        yield from _explain_noise(report, served)
         if any(found.workload.direction == "bwd" for found in report.workloads):
             yield "Of a backward: time without the forward, error of the worst gradient."
     for found in report.workloads:
@@ -108,6 +136,18 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
     paths = sorted({str(found.path) for found in report.workloads if found.path})
     yield from (f"Plans are in {path}" for path in paths)
     yield from (f"Trials are in {path}" for path in report.journals)
+
+
+def _explain_noise(report: TuneReport, served: dict[str, Served]) -> Iterator[str]:
+    """Of plans that won their contest and whose gain the few rounds of the table do not show."""
+    for found in report.workloads:
+        s = served.get(found.workload.name)
+        if s is not None and not s.is_default and s.ci95[0] <= 1 and found.entry is not None:
+            gain, rounds = format_ratio(found.entry.vs_default.ratio), found.entry.time_us.rounds
+            told = (
+                f"{gain} in the {rounds} rounds of its contest; the {ROUNDS} rounds of this table are within the noise"
+            )
+            yield f"{found.workload.name}: {told}."
 
 
 def _stage_table(stages: list[StageResult]) -> Any:
@@ -156,9 +196,3 @@ def _stage_as_dict(stage: StageResult) -> dict[str, Any]:
         "stopped_because": stage.search.stopped_because,
         "seconds": stage.seconds,
     }
-
-
-def _exit_code(report: TuneReport) -> ExitCode:
-    if any(found.failure for found in report.workloads):
-        return ExitCode.NOTHING_VALID
-    return ExitCode.OK if any(found.improved for found in report.workloads) else ExitCode.NO_GAIN

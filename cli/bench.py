@@ -19,6 +19,7 @@ from kda_tl.cli._console import (
     make_table,
     to_json,
 )
+from kda_tl.cli._problem import add_workload_arguments, read_numbers, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here
 from kda_tl.errors import InputError
 
@@ -31,12 +32,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add_gpu_argument(parser)
-    parser.add_argument(
-        "--workload",
-        action="append",
-        metavar="NAME|TAG",
-        help="workload or tag, may be repeated (default: the tag cpu on the CPU, else bench)",
-    )
+    add_workload_arguments(parser, "the tag cpu on the CPU, else bench")
     parser.add_argument("--peers", action="store_true", help="also FLA and cuDNN, where they can be imported")
     parser.add_argument("--calls-only", action="store_true", help="whole calls, no stages")
     parser.add_argument("--reps", type=int, metavar="N", help="repetitions a round (default: 30, on the CPU 3)")
@@ -76,9 +72,8 @@ def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
     from kda_tl.cli._report import Report
     from kda_tl.cli._timing import Settings, bench_workload
     from kda_tl.cli.explain import open_database
-    from kda_tl.workloads import select
 
-    workloads = select(args.workload or ["cpu" if device.kind == "cpu" else "bench"])
+    workloads = read_workloads(args, ["cpu" if device.kind == "cpu" else "bench"])
     file = _check_files(args)
     terminal.note(f"Measuring what {device.slug} ({device.arch}) can move and compute.")
     ceilings = measure_ceilings(device)
@@ -91,8 +86,8 @@ def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
     report = Report(environment=_environment(device), ceilings=ceilings, workloads=())
     _print(terminal, _describe(ceilings))
     with open_database(args.db):
-        for workload in workloads:
-            terminal.note(f"Timing {workload.name}.")
+        for number, workload in enumerate(workloads, start=1):
+            terminal.note(f"Timing {workload.name} ({number} of {len(workloads)}).")
             result = bench_workload(workload, device, ceilings, settings)
             known = {**report.environment, **find_versions()}  # now: a checkout has a version once it is imported
             report = replace(report, environment=known, workloads=(*report.workloads, result))
@@ -104,6 +99,7 @@ def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
 
 def _read_again(args: argparse.Namespace, terminal: Terminal) -> Report:
     """What ``--json FILE`` wrote, its tables printed."""
+    read_numbers(args)  # refuses a stray word
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     shown = ("source", "chart", "json")

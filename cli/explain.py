@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kda_tl.cli._console import ExitCode, Terminal, make_table
-from kda_tl.cli._problem import add_problem_arguments, read_problem
+from kda_tl.cli._problem import add_workload_arguments, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_one_known
 from kda_tl.device import Device, cpu_device, current_device
 from kda_tl.problem import Problem
@@ -16,27 +16,28 @@ from kda_tl.stage import BT_CHOICES
 
 if TYPE_CHECKING:
     from kda_tl.dispatch import Choice
+    from kda_tl.workloads import Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("workload", nargs="?", metavar="WORKLOAD", help="name of a workload")
     add_gpu_argument(parser)
+    add_workload_arguments(parser, "none, say which")
     parser.add_argument("--db", metavar="DIR", help="ask this database first")
     parser.add_argument("--chunk-size", type=int, choices=sorted(BT_CHOICES), help="as passed to chunk_kda")
-    parser.add_argument("--json", action="store_true", help="the choice as JSON")
-    add_problem_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="the choices as JSON")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Resolves the plan and shows it."""
-    problem = read_problem(args, args.workload)
+    """Resolves the plan of each workload and shows it."""
+    workloads = read_workloads(args)
     device, note = find_one_known(args.gpu)
     if note:
         terminal.note(note)
     with open_database(args.db):
-        choice = choose_for(problem, device, args.chunk_size)
-    terminal.show(_as_dict(problem, device, choice), _table(problem, device, choice))
+        choices = {workload: choose_for(workload.problem(), device, args.chunk_size) for workload in workloads}
+    values = [_as_dict(workload, device, choice) for workload, choice in choices.items()]
+    terminal.show({"workloads": values}, *_tables(choices, device))
     return ExitCode.OK
 
 
@@ -63,10 +64,18 @@ def choose_for(problem: Problem, device: Device, chunk_size: int | None = None) 
     return resolve(problem, device, sources(), chunk_size=chunk_size)
 
 
-def _table(problem: Problem, device: Device, choice: Choice) -> Any:
+def _tables(choices: Mapping[Workload, Choice], device: Device) -> Iterator[Any]:
+    """One table a workload, with an empty line between two."""
+    for number, (workload, choice) in enumerate(choices.items()):
+        yield from [""] if number else []
+        yield _table(workload, device, choice)
+
+
+def _table(workload: Workload, device: Device, choice: Choice) -> Any:
     table = make_table("", "")
     table.show_header = False
-    table.add_row("problem", problem.key.replace("-", " "))  # so that it wraps between words
+    table.add_row("workload", workload.name)
+    table.add_row("problem", workload.problem().key.replace("-", " "))  # so that it wraps between words
     table.add_row("device", f"{device.slug} ({device.arch})")
     for name in ("step", "source", "reason"):
         table.add_row(name, getattr(choice, name))
@@ -81,9 +90,10 @@ def _table(problem: Problem, device: Device, choice: Choice) -> Any:
     return table
 
 
-def _as_dict(problem: Problem, device: Device, choice: Choice) -> dict[str, Any]:
+def _as_dict(workload: Workload, device: Device, choice: Choice) -> dict[str, Any]:
     return {
-        "problem": problem,
+        "workload": workload.name,
+        "problem": workload.problem(),
         "gpu": device.slug,
         **vars(choice),
         "plan": choice.plan.as_dict() if choice.plan else None,

@@ -1,16 +1,17 @@
-"""``kda-tl show``: the tuned plans of all databases."""
+"""``kda-tl show``: the tuned plans of all databases, or the workloads that have names."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error, format_ratio, format_us, make_table
+from kda_tl.cli._problem import NOT_IN_KEYS, add_workload_arguments, read_numbers, read_workloads
 from kda_tl.db import Database, Entry, sources, stale_stages
 from kda_tl.lookup import TuningFile
-from kda_tl.problem import DTYPES, GATES
+from kda_tl.records import Key, round_heads, round_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="only plans of this GPU: cpu, h100, h200, ..., or a slug")
     parser.add_argument("--source", metavar="NAME", help="only this database: overlay, '$KDA_TL_DB', user, packaged")
     parser.add_argument("--db", metavar="DIR", help="the database in this directory instead of the usual ones")
-    parser.add_argument("--gate", choices=GATES, help="only plans for this gate mode")
-    parser.add_argument("--dtype", choices=DTYPES, help="only plans for this element type")
+    add_workload_arguments(parser, "all", leave_out=NOT_IN_KEYS, alone="they choose among plans")
+    parser.add_argument("--workloads", action="store_true", help="the workloads and their tags instead of plans")
     parser.add_argument("--stale", action="store_true", help="only plans whose templates changed since")
     parser.add_argument("--json", action="store_true", help="everything that is stored, as JSON")
 
@@ -35,9 +36,12 @@ class Row:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Lists the entries that pass the filters."""
+    """Lists the entries that pass the filters, or the workloads."""
+    if args.workloads:
+        return _show_workloads(args, terminal)
     databases = _databases(args.db)
-    rows = [row for row in _rows(databases) if _passes(row, args)]
+    passes = _make_filter(args)
+    rows = [row for row in _rows(databases) if passes(row)]
     slugs = _slugs(args.gpu)
     rows = [row for row in rows if slugs is None or row.file.gpu.slug in slugs]
     terminal.show({"plans": [_as_dict(row) for row in rows], "databases": _describe(databases)}, *_tables(rows))
@@ -74,14 +78,44 @@ def _slugs(name: str | None) -> tuple[str, ...] | None:
     return tuple(device.slug for device in find_known(name))
 
 
-def _passes(row: Row, args: argparse.Namespace) -> bool:
-    key = row.entry.key
-    return (
-        args.source in (None, row.database.name)
-        and args.gate in (None, key.gate)
-        and args.dtype in (None, key.dtype)
-        and (bool(row.stale) or not args.stale)
-    )
+def _make_filter(args: argparse.Namespace) -> Callable[[Row], bool]:
+    """Whether a row is of the workloads that were named, changed as asked; else whether it has the numbers given."""
+    given = read_numbers(args)
+    problems = [workload.problem() for workload in read_workloads(args)] if args.workload else []
+    keys = {(problem.direction, Key.of(problem)) for problem in problems}
+
+    def passes(row: Row) -> bool:
+        key, direction = row.entry.key, row.file.direction
+        fits = (direction, key) in keys if args.workload else _has_numbers(key, direction, given)
+        return fits and args.source in (None, row.database.name) and (bool(row.stale) or not args.stale)
+
+    return passes
+
+
+def _has_numbers(key: Key, direction: str, given: Mapping[str, Any]) -> bool:
+    """Whether a key is of problems with some numbers; heads and tokens are those of its buckets."""
+    told = {"direction": direction, **key._asdict()}
+    wanted: dict[str, Any] = {name: value for name, value in given.items() if name in told}
+    if heads := given.get("HV", given.get("H", 0) * key.group):
+        wanted["heads_bucket"] = round_heads(heads)
+    if "H" in given and "HV" in given:
+        wanted["group"] = given["HV"] / given["H"]
+    for name, bucket in (("tokens", "tokens_bucket"), ("longest", "longest_bucket")):
+        if name in given:
+            wanted[bucket] = round_tokens(given[name])
+    return all(told[name] == value for name, value in wanted.items())
+
+
+def _show_workloads(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Lists names, which tell their problems, and tags; as JSON with all numbers."""
+    from kda_tl.workloads import WORKLOADS
+
+    workloads = read_workloads(args, [workload.name for workload in WORKLOADS])
+    table = make_table("workload", "tags")
+    for workload in workloads:
+        table.add_row(workload.name, ", ".join(workload.tags))
+    terminal.show({"workloads": workloads}, table)
+    return ExitCode.OK
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kda_tl import templates
 from kda_tl.cli._console import ExitCode, Terminal
-from kda_tl.cli._problem import add_problem_arguments, read_problem
+from kda_tl.cli._problem import add_workload_arguments, read_one_workload
 from kda_tl.cli._target import add_gpu_argument, find_one_known
 from kda_tl.cli.explain import choose_for, open_database
 from kda_tl.device import Device
@@ -24,14 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument("stage", metavar="STAGE", help=f"one of {', '.join(templates.names())}")
     defaults = " or ".join(f"{name} ({kind})" for kind, name in WORKLOAD.items())
-    parser.add_argument("--workload", metavar="NAME", help=f"its problem (default: {defaults})")
     add_gpu_argument(parser)
+    add_workload_arguments(parser, defaults)
     parser.add_argument("--config", nargs="+", action="extend", metavar="FIELD=VALUE", help="change the plan's config")
     parser.add_argument("--BT", type=int, choices=sorted(BT_CHOICES), help="tokens a chunk (default: the plan's)")
     parser.add_argument("--BC", type=int, choices=sorted(BC_CHOICES), help="tokens a sub-chunk (default: the plan's)")
     parser.add_argument("--db", metavar="DIR", help="take the plan from this database first")
     parser.add_argument("--json", action="store_true", help="stage, config and source as JSON")
-    add_problem_arguments(parser)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -40,9 +39,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     device, note = find_one_known(args.gpu)
     if note:
         terminal.note(note)
-    described = args.workload is None and args.heads is not None and args.tokens is not None
-    problem = read_problem(args, None if described else args.workload or WORKLOAD[device.kind])
-    problem = _turn(problem, stage)
+    problem = _turn(read_one_workload(args, [WORKLOAD[device.kind]]).problem(), stage)
     with open_database(args.db):
         case, config = _choose(stage, problem, device, args)
     terminal.note(f"{stage.name} for {problem.key} on {device.slug}, BT={case.BT}, BC={case.BC}, {config}")

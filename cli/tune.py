@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kda_tl.cli._console import ExitCode, Terminal
+from kda_tl.cli._problem import add_workload_arguments, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here, suggest
 from kda_tl.errors import InputError
+
+if TYPE_CHECKING:
+    from kda_tl.workloads import Workload
 
 # Seconds a workload: the tag cpu then takes under three minutes, the tag tune on a GPU under 50.
 TIMEOUT_S = {"cpu": 75, "cuda": 120}
@@ -18,12 +22,7 @@ TIMEOUT_S = {"cpu": 75, "cuda": 120}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add_gpu_argument(parser)
-    parser.add_argument(
-        "--workload",
-        action="append",
-        metavar="NAME|TAG",
-        help="workload or tag, may be repeated (default: the tag cpu on the CPU, else tune)",
-    )
+    add_workload_arguments(parser, "the tag cpu on the CPU, else tune")
     parser.add_argument("--stage", metavar="NAME", help="only this stage, at the default chunk sizes; stores no plan")
     parser.add_argument(
         "--pipeline",
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _run(args: argparse.Namespace, terminal: Terminal) -> int:
     require_stage(args.stage)
     device = find_here(args.gpu, args, static=True)
-    workloads = choose_workloads(args.workload, device.kind)
+    workloads: Sequence[Workload] = choose_workloads(args, device.kind)
     if args.pipeline is not None:
         from kda_tl.plan_search import require_pipeline
 
@@ -93,22 +92,21 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
     return _tuned.finish(report, directory, terminal)
 
 
-def choose_workloads(words: Sequence[str] | None, kind: str) -> Sequence[Any]:
-    """The workloads that were named, or those that are tuned on this kind of device.
+def choose_workloads(args: argparse.Namespace, kind: str) -> tuple[Workload, ...]:
+    """The workloads that were named or described, or those that are tuned on this kind of device.
 
     Raises:
-        InputError: there is no such workload or tag.
+        InputError: as :func:`kda_tl.cli._problem.read_workloads`.
     """
-    from kda_tl.workloads import select
-
-    return select(words or ["cpu" if kind == "cpu" else "tune"])
+    return read_workloads(args, ["cpu" if kind == "cpu" else "tune"])
 
 
 def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: Any, directory: Path) -> Any:
     from kda_tl import tuner
     from kda_tl.cli._progress import TuneProgress
 
-    with TuneProgress(terminal).running() as progress:
+    limit_s = args.timeout or TIMEOUT_S[device.kind]
+    with TuneProgress(terminal, limit_s).running() as progress:
         return tuner.tune(
             workloads,
             device,
@@ -116,7 +114,7 @@ def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: 
             pipeline=args.pipeline,
             budget=args.budget or tuner.DEFAULT_BUDGET,
             objective=args.objective or tuner.DEFAULT_OBJECTIVE,
-            timeout_s=args.timeout or TIMEOUT_S[device.kind],
+            timeout_s=limit_s,
             seed=args.seed,
             jobs=args.jobs,
             journal_dir=args.journal,

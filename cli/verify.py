@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kda_tl import templates
 from kda_tl.cli._console import ExitCode, Terminal, format_error, make_table, one_line
+from kda_tl.cli._problem import add_workload_arguments, read_numbers, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here, find_known
 from kda_tl.device import Device
 from kda_tl.errors import KdaTlError
@@ -22,11 +23,13 @@ OPERATOR = "chunk_kda"
 TAGS = {"fwd": {"cpu": "cpu", "cuda": "tune"}, "bwd": {"cpu": "train-cpu", "cuda": "train"}}  # tuned on such devices
 RAGGED: dict[str, Any] = {"B": 2, "T": 97, "lengths": ()}  # ends inside a chunk of any size
 PACKED: dict[str, Any] = {"B": 1, "T": 0, "lengths": (63, 0, 1, 130)}  # an empty sequence, one of a single token
+STATES = {"initial_state": True, "state_v_first": True}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add_gpu_argument(parser)
+    add_workload_arguments(parser, "all plans that are shipped")
     parser.add_argument("--static", action="store_true", help="compile only: the device need not be here")
     parser.add_argument("--time", action="store_true", help="also fail where a stored plan is slower than the default")
     parser.add_argument("--db", metavar="DIR", help="plans of this database instead of the packaged one")
@@ -37,17 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One plan to check, and what it is shipped for."""
+    """One plan to check, what for, and whether a database holds it or it is a default."""
 
     name: str
     workload: Workload
     plan: Plan
-    entry: Entry | None = None
+    shipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to call the operator: a shape, and flags of the problem that no key holds but every plan must serve."""
+    """One way to call the operator: what changes in the workload, and flags of the problem that no key holds but every
+    plan must serve."""
 
     name: str
     shape: dict[str, Any]
@@ -58,13 +62,13 @@ VARIANTS = (
     Variant(name="ragged", shape=RAGGED),
     Variant(name="packed", shape=PACKED),
     Variant(name="bare", shape=RAGGED, flags={"l2norm": False, "beta": "plain", "final_state": False}),
-    Variant(name="stateful", shape=PACKED, flags={"initial_state": True, "state_v_first": True}),
+    Variant(name="stateful", shape={**PACKED, **STATES}, flags=STATES),
 )
 
 
 def variants_of(subject: Subject) -> tuple[Variant, ...]:
     """All for the forward's defaults; for others those that need no further kernels, ten seconds a variant."""
-    all_flags = subject.entry is None and subject.workload.direction == "fwd"
+    all_flags = not subject.shipped and subject.workload.direction == "fwd"
     return tuple(variant for variant in VARIANTS if all_flags or not variant.flags)
 
 
@@ -82,6 +86,7 @@ class Finding:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Checks the files, then the plans of every device that was named."""
+    chosen = read_workloads(args) if args.workload or read_numbers(args) else ()
     devices = find_known(args.gpu) if args.static else (find_here(args.gpu, args, static=True),)
     database = _open_database(args.db)
     findings = list(check_files(database, allow_stale=args.allow_stale))
@@ -89,12 +94,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         from kda_tl.kernel import require_compiler
 
         require_compiler(device)
-        subjects = list(_default_subjects(device, static=args.static))
+        subjects = list(_default_subjects(device, chosen, static=args.static))
         for direction in TAGS:
-            found, stored = _stored_subjects(database, device, direction)
+            found, stored = _stored_subjects(database, device, direction, chosen)
             findings += found
             subjects += stored
-        terminal.note(f"{device.slug} ({device.arch}): {len(subjects)} plans, the defaults among them.")
+        subjects += _served_subjects(database, device, chosen)
+        count = "1 plan" if len(subjects) == 1 else f"{len(subjects)} plans"
+        terminal.note(f"{device.slug} ({device.arch}): {count}, defaults among them.")
         findings += _check_device(subjects, device, args, terminal)
     failed = [finding for finding in findings if not finding.passed]
     values = {"gpu": [device.slug for device in devices], "passed": not failed, "checks": findings}
@@ -105,18 +112,23 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _check_device(
     subjects: Sequence[Subject], device: Device, args: argparse.Namespace, terminal: Terminal
 ) -> list[Finding]:
-    compiled: list[Finding] = []
+    findings: list[Finding] = []
     if args.static or device.kind == "cuda":  # a GPU's kernels take seconds each
         from kda_tl.cli._compile import check_compiles
 
-        compiled += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
+        findings += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
     if args.static:
-        return compiled
-    findings = [finding for subject in subjects for finding in _check_subject(subject, device, terminal)]
+        return findings
+    for number, subject in enumerate(subjects, start=1):
+        terminal.note(f"  {number:>2} of {len(subjects)}  {subject.name}")
+        findings += _check_subject(subject, device)
     if args.time:
         from kda_tl.cli._regression import check_speed
 
-        findings += [check_speed(s, device, terminal) for s in subjects if s.entry is not None]
+        shipped = [subject for subject in subjects if subject.shipped]
+        for number, subject in enumerate(shipped, start=1):
+            terminal.note(f"  {number:>2} of {len(shipped)}  {subject.name}: plan against default")
+            findings.append(check_speed(subject, device))
     return findings
 
 
@@ -145,40 +157,60 @@ def check_files(database: Database, *, allow_stale: bool) -> Iterator[Finding]:
         yield Finding(subject=name, check="current", passed=allow_stale or not stale, detail=detail if stale else "")
 
 
-def _default_subjects(device: Device, *, static: bool) -> Iterator[Subject]:
-    """The default of every problem that is tuned on a device.
+def _default_subjects(device: Device, chosen: Sequence[Workload] = (), *, static: bool) -> Iterator[Subject]:
+    """The default of every problem that was chosen, or that is tuned on a device.
 
-    Compiled only, one backward stands for all: its kernels take half a minute on two cores.
+    Compiled only, one backward stands for all that are tuned: its kernels take half a minute on two cores.
     """
     from kda_tl.dispatch import default_plan
     from kda_tl.workloads import select
 
     for direction, tags in TAGS.items():
         subjects: dict[Any, Subject] = {}
-        for workload in select([tags[device.kind]]):
+        mine = [workload for workload in chosen if workload.direction == direction]
+        for workload in mine if chosen else select([tags[device.kind]]):
             problem = workload.problem().without_lengths()
             plan = default_plan(problem, device)
             subjects.setdefault(problem, Subject(name=f"default {workload.name}", workload=workload, plan=plan))
-        yield from list(subjects.values())[: 1 if static and direction == "bwd" else None]
+        one = static and direction == "bwd" and not chosen
+        yield from list(subjects.values())[: 1 if one else None]
 
 
-def _stored_subjects(database: Database, device: Device, direction: str) -> tuple[list[Finding], list[Subject]]:
-    """Stored plans of a device for a pass; unusable ones are findings."""
+def _stored_subjects(
+    database: Database, device: Device, direction: str, chosen: Sequence[Workload]
+) -> tuple[list[Finding], list[Subject]]:
+    """Plans stored for a device and a pass, if workloads were chosen those of theirs; unusable ones are findings."""
+    from kda_tl.db import Key
     from kda_tl.dispatch import parse_plan
 
     findings: list[Finding] = []
     found: list[Subject] = []
     file = database.files.get((device.slug, OPERATOR, direction))
+    owners = {Key.of(w.problem()): w for w in chosen if w.direction == direction}
     for key, entry in sorted(file.entries.items()) if file else ():
-        workload = find_workload(entry, direction)
+        if chosen and key not in owners:
+            continue
+        workload = owners.get(key) or find_workload(entry, direction)
         name = f"stored {workload.name}"
         try:
             plan = parse_plan(entry.plan, workload.problem(), device)
         except KdaTlError as error:
             findings.append(Finding(subject=f"{name} {key.text}", check="usable", passed=False, detail=one_line(error)))
         else:
-            found.append(Subject(name=name, workload=workload, plan=plan, entry=entry))
+            found.append(Subject(name=name, workload=workload, plan=plan, shipped=True))
     return findings, found
+
+
+def _served_subjects(database: Database, device: Device, chosen: Sequence[Workload]) -> Iterator[Subject]:
+    """What the database serves to workloads that have no plan of their own in it."""
+    from kda_tl.dispatch import resolve
+    from kda_tl.lookup import EXACT
+
+    for workload in chosen:
+        choice = resolve(workload.problem(), device, (database,))
+        if choice.plan is not None and choice.step not in (EXACT, "default"):
+            name = f"served {workload.name} ({choice.step})"
+            yield Subject(name=name, workload=workload, plan=choice.plan, shipped=True)
 
 
 def find_workload(entry: Entry, direction: str) -> Workload:
@@ -199,20 +231,19 @@ def find_workload(entry: Entry, direction: str) -> Workload:
     return Workload(name=key.text, dtype=key.dtype, gate=key.gate, direction=direction, **sizes, **shape)
 
 
-def _check_subject(subject: Subject, device: Device, terminal: Terminal) -> Iterator[Finding]:
+def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
     """The operator run with the plan, each way against the recurrence."""
     from kda_tl.bench import plan_tolerance, torch_device
     from kda_tl.cli import _call
 
     w = subject.workload
     tolerance = plan_tolerance(w, device)
-    change: dict[str, Callable[[Any], Any]] = {"bare": _call.without_extras, "stateful": _call.with_state}
-    terminal.note(f"  {subject.name}")
     for variant in variants_of(subject):
         finding = Finding(subject=subject.name, check=variant.name, passed=False, tolerance=tolerance)
         inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
+        inputs = _call.without_extras(inputs) if variant.name == "bare" else inputs
         try:
-            errors = _call.measure_errors(change.get(variant.name, dict)(inputs), subject.plan, w.direction)
+            errors = _call.measure_errors(inputs, subject.plan, w.direction)
         except Exception as error:  # whatever breaks, the others are still to be checked
             yield replace(finding, detail=f"{type(error).__name__}: {one_line(error)}")
             continue

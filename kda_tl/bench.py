@@ -94,12 +94,13 @@ def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict
     tensors |= {
         "A_log": inputs.get("A_log"),
         "dt_bias": None if bias is None else bias.view(workload.HV, workload.K),
-        "h0": None,
+        "h0": inputs.get("initial_state"),
         "scale": workload.K**-0.5,
         "lower_bound": LOWER_BOUND,
     }
     if workload.direction == "bwd":
-        state = torch.empty(len(workload.bounds) - 1, workload.HV, workload.K, workload.V, device=device)
+        shape = (workload.V, workload.K) if workload.state_v_first else (workload.K, workload.V)
+        state = torch.empty(len(workload.bounds) - 1, workload.HV, *shape, device=device)
         tensors["do"], tensors["dht"] = draw_gradients(tensors["v"], state, seed)
     return tensors
 
@@ -173,8 +174,10 @@ def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str
         "A_log": x["A_log"],
         "dt_bias": x["dt_bias"],
         "lower_bound": x["lower_bound"],
-        "beta_mode": "sigmoid",
+        "initial_state": x["h0"],
+        "beta_mode": workload.beta,
         "use_l2norm": True,
+        "state_v_first": workload.state_v_first,
         "cu_seqlens": torch.tensor(workload.bounds),
     }
     if workload.direction == "bwd":

@@ -14,7 +14,7 @@ from kda_tl.errors import InputError, KdaTlError
 from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import read_gpu_state
-from kda_tl.progress import Geometry, PlanDone, PlanResult
+from kda_tl.progress import Geometry, PartStarted, PlanDone, PlanResult
 from kda_tl.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.stage import Case, Config, Plan
 from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
@@ -156,7 +156,9 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
         counts: trials of the stages by status, for the entry's provenance.
     """
     results: dict[Plan, PlanResult] = {}
-    for plan in dict.fromkeys([default, *plans]):
+    entering = list(dict.fromkeys([default, *plans]))
+    run.emit(PartStarted(workload=workload, part="plans", count=len(entering)))
+    for plan in entering:
         results[plan] = _enter(run, workload, plan)
     for plan, result in list(results.items()):
         if (twin := find_kept_twin(plan, run.objective)) and result.median_us is not None:

@@ -97,7 +97,7 @@ class WorkloadReport:
         stages: every stage tuned, in order.
         plans: every plan that ran in the final, the default first.
         counts: trials by status, over all stages.
-        resumed: trials that came from the journal.
+        resumed: trials that the journal held: of an earlier run, or of the same kernels earlier in this one.
         stopped_because: one sentence.
         failure: why there is no result, empty if there is one.
         seconds: wall time.
@@ -170,6 +170,15 @@ class WorkloadStarted:
     index: int
     total: int
     left_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStarted:
+    """A part of a workload's tuning begins: ``count`` more "default plans", "stages" or "plans" are measured."""
+
+    workload: Workload
+    part: str
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,5 +260,15 @@ class WorkloadDone:
     report: WorkloadReport
 
 
-Event = RunStarted | WorkloadStarted | GeometryScreened | StageStarted | TrialDone | StageDone | PlanDone | WorkloadDone
+Event = (
+    RunStarted
+    | WorkloadStarted
+    | PartStarted
+    | GeometryScreened
+    | StageStarted
+    | TrialDone
+    | StageDone
+    | PlanDone
+    | WorkloadDone
+)
 OnEvent = Callable[[Event], None]

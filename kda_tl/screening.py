@@ -22,7 +22,7 @@ from kda_tl.plan_search import (
     run_plan,
     searched_pipelines,
 )
-from kda_tl.progress import Geometry, GeometryScreened
+from kda_tl.progress import Geometry, GeometryScreened, PartStarted
 from kda_tl.stage import BC_CHOICES, BT_CHOICES
 from kda_tl.stage_search import make_bench, prefetch
 from kda_tl.workloads import Workload
@@ -108,6 +108,7 @@ def _enqueue_plans(run: Run, workload: Workload, geometries: Sequence[Geometry],
 
 def _screen(run: Run, workload: Workload, geometries: list[Geometry], deadline: float | None) -> list[Screened]:
     screened: list[Screened] = []
+    run.emit(PartStarted(workload=workload, part="default plans", count=len(geometries)))
     if deadline is None or time.monotonic() < deadline:
         _enqueue_plans(run, workload, geometries)
     for number, plan in enumerate(default_plans(run, workload, geometries)):

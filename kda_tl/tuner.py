@@ -29,6 +29,7 @@ from kda_tl.plan_search import OBJECTIVES, compete, default_plans, plan_of, requ
 from kda_tl.progress import (
     Geometry,
     OnEvent,
+    PartStarted,
     RunStarted,
     StageResult,
     TuneReport,
@@ -253,8 +254,9 @@ def tune_plan(
     for number, geometry in enumerate(geometries):
         if number and end is not None and time.monotonic() > end:  # its default plan competes
             break
-        share = _share(end, len(geometries) - number)
-        results += _tune_stages(run, make_bench(run, workload, geometry), end, share)
+        bench = make_bench(run, workload, geometry)
+        run.emit(PartStarted(workload=workload, part="stages", count=len(bench.pipeline.stages_of(problem))))
+        results += _tune_stages(run, bench, end, _share(end, len(geometries) - number))
     report = _add_stages(report, results)
     run.crew.useful_until = None
     run.crew.drop(later=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ _TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One pass of ``chunk_kda`` worth naming: everything in the kernels, no initial state, final state written.
+    """One pass of ``chunk_kda`` with a name: l2norm and gate in the kernels, final state written.
 
     Attributes:
         name: unique, as passed to ``--workload``.
@@ -37,6 +38,9 @@ class Workload:
         gate: "log", "softplus" or "safe" (lower_bound -5).
         decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
         lengths: tokens of each packed sequence; empty for a dense batch.
+        beta: "plain", "sigmoid" or "sigmoid2", the step size.
+        initial_state: there is a state before the first token.
+        state_v_first: states are [V, K] instead of [K, V].
         direction: "fwd", or "bwd" for the gradients of the same call.
         tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
             other implementations; "train" and "train-cpu" for the backward.
@@ -56,6 +60,9 @@ class Workload:
     gate: str = "safe"
     decay: str = "steep"
     lengths: tuple[int, ...] = ()
+    beta: str = "sigmoid"
+    initial_state: bool = False
+    state_v_first: bool = False
     direction: str = "fwd"
     tags: tuple[str, ...] = ()
 
@@ -96,17 +103,20 @@ class Workload:
             gate=self.gate,
             has_A_log=self.gate != "log",
             has_dt_bias=self.gate != "log",
-            beta="sigmoid",
+            beta=self.beta,
             l2norm=True,
             varlen=bool(self.lengths),
+            initial_state=self.initial_state,
             final_state=True,
+            state_v_first=self.state_v_first,
             direction=self.direction,
         )
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         """Keyword arguments for :func:`kda_tl.chunk_kda`, drawn on the device.
 
-        q, k, v and the logits of beta are N(0, 1). Raw gate, A_log and dt_bias: see :func:`draw_gate`.
+        q, k, v, the logits of beta and the initial state are N(0, 1); a plain beta is the sigmoid of such logits. Raw
+        gate, A_log and dt_bias: see :func:`draw_gate`.
         """
         device = torch.device(device)
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -122,11 +132,21 @@ class Workload:
             "output_final_state": True,
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": self.gate != "log",
-            "use_beta_sigmoid_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": self.beta != "plain",
             "safe_gate": self.gate == "safe",
             "lower_bound": LOWER_BOUND if self.gate == "safe" else None,
             **draw_gate(self, generator),
         }
+        if self.beta == "plain":
+            inputs["beta"] = inputs["beta"].sigmoid()
+        if self.beta == "sigmoid2":
+            inputs["allow_neg_eigval"] = True
+        if self.initial_state:
+            state = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+            shape = (len(self.bounds) - 1, self.HV, *state)
+            inputs["initial_state"] = torch.randn(shape, generator=generator, device=device)
+        if self.state_v_first:
+            inputs["state_v_first"] = True
         if self.lengths:
             inputs["cu_seqlens_cpu"] = torch.tensor(self.bounds, dtype=torch.int32)
             inputs["cu_seqlens"] = inputs["cu_seqlens_cpu"].to(device)
@@ -190,6 +210,7 @@ def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> t
 
 _PACKED = (1300, 547, 2048, 963, 271, 3063)
 _EVEN = (1024,) * 8
+_ON_CPU: dict[str, Any] = {"T": 192, "H": 2, "dtype": "fp32"}
 
 _TRAINED: dict[str, dict[str, Any]] = {
     "T8192-H32": {"T": 8192, "H": 32},
@@ -245,25 +266,17 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     Workload(name="safe-T8192-H16-K256", T=8192, H=16, K=256, V=256, tags=("wide",)),
     Workload(name="softplus-T8192-H16-K256", T=8192, H=16, K=256, V=256, gate="softplus", decay="slow", tags=("wide",)),
-    Workload(name="cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", tags=("cpu",)),
-    Workload(name="cpu-softplus-K64", T=192, H=2, K=64, V=64, dtype="fp32", gate="softplus", tags=("cpu",)),
+    Workload(name="cpu-safe-K32", K=32, V=32, tags=("cpu",), **_ON_CPU),
+    Workload(name="cpu-softplus-K64", K=64, V=64, gate="softplus", tags=("cpu",), **_ON_CPU),
     *(
         Workload(name=f"train-{prefix}{name}", direction="bwd", tags=tags, **gate, **shape)
         for prefix, gate, tags in _TRAINED_GATES
         for name, shape in _TRAINED.items()
     ),
     Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
-    Workload(name="train-cpu-safe-K32", T=192, H=2, K=32, V=32, dtype="fp32", direction="bwd", tags=("train-cpu",)),
+    Workload(name="train-cpu-safe-K32", K=32, V=32, direction="bwd", tags=("train-cpu",), **_ON_CPU),
     Workload(
-        name="train-cpu-softplus-K64",
-        T=192,
-        H=2,
-        K=64,
-        V=64,
-        dtype="fp32",
-        gate="softplus",
-        direction="bwd",
-        tags=("train-cpu",),
+        name="train-cpu-softplus-K64", K=64, V=64, gate="softplus", direction="bwd", tags=("train-cpu",), **_ON_CPU
     ),
 )
 
@@ -272,12 +285,15 @@ def select(names_or_tags: Iterable[str]) -> tuple[Workload, ...]:
     """The workloads of some names and tags, each once, in the order of the table.
 
     Raises:
-        InputError: a word is neither; the message lists what there is.
+        InputError: a word is neither; the message has the nearest names, the tags, and where all names are listed.
     """
     wanted = set(names_or_tags)
-    unknown = wanted - {word for w in WORKLOADS for word in (w.name, *w.tags)}
+    tags = sorted({tag for w in WORKLOADS for tag in w.tags})
+    known = [*tags, *(w.name for w in WORKLOADS)]
+    unknown = sorted(wanted.difference(known))
     if unknown:
-        tags = ", ".join(sorted({tag for w in WORKLOADS for tag in w.tags}))
-        names = ", ".join(w.name for w in WORKLOADS)
-        raise InputError(f"unknown workload {', '.join(sorted(unknown))}: pass a tag ({tags}) or a name ({names}).")
+        near = dict.fromkeys(name for word in unknown for name in difflib.get_close_matches(word, known))
+        meant = f"did you mean {' or '.join(near)}? The" if near else "the"
+        what = f"{meant} tags are {', '.join(tags)}; `kda-tl show --workloads` lists the names"
+        raise InputError(f"unknown workload {', '.join(unknown)}: {what}.")
     return tuple(w for w in WORKLOADS if wanted & {w.name, *w.tags})

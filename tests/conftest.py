@@ -6,14 +6,18 @@ import contextlib
 import os
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from kda_tl.device import Device
+
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
 # Files that take minutes begin first, or a process would be left with one of them at the end
-LONGEST = ("test_autograd.py", "test_tuner.py", "test_templates.py", "test_chunk.py", "test_cli.py")
+LONGEST = ("test_autograd.py", "test_tuner.py", "test_templates.py", "test_chunk.py", "test_cli_tune.py", "test_cli.py")
 
 with contextlib.suppress(ImportError):  # GPU tests run without it
     from hypothesis import settings
@@ -79,3 +83,53 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pa
     monkeypatch.setenv(db.ENVIRONMENT, str(tmp_path / "env"))
     (tmp_path / "env").mkdir()
     return {name: tmp_path / name for name in ("env", "user")}
+
+
+@pytest.fixture
+def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of ``$KDA_TL_DB``: no test of the command line reads or writes databases of whoever runs it."""
+    from kda_tl import db
+
+    directory = tmp_path / "db"
+    directory.mkdir()
+    monkeypatch.setenv("KDA_TL_DB", str(directory))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    db.reload()
+    yield directory
+    monkeypatch.undo()
+    db.reload()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command; returns exit code, stdout and stderr, none of which may hold colours or a traceback."""
+    from kda_tl.cli import main
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The GPU of this machine is an H200, as far as ``--gpu`` is concerned."""
+    from kda_tl.gpus import known_device
+
+    device = known_device("nvidia_h200")
+    monkeypatch.setattr("kda_tl.cli._target.current_device", lambda: device)
+    return device
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU in this machine, as far as ``--gpu`` is concerned."""
+    from kda_tl.device import cpu_device
+
+    monkeypatch.setattr("kda_tl.cli._target.current_device", cpu_device)

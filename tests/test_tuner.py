@@ -33,6 +33,9 @@ from kda_tl.kernel import Kernel
 from kda_tl.program import Program
 from kda_tl.progress import (
     Geometry,
+    GeometryScreened,
+    PartStarted,
+    PlanDone,
     PlanResult,
     RunStarted,
     StageDone,
@@ -277,6 +280,9 @@ def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> No
     started = [(e.stage, e.geometry) for e in events if isinstance(e, StageStarted)]
     assert started == [(e.result.stage, e.result.geometry) for e in events if isinstance(e, StageDone)]
     assert {name for name, _ in started} == {stage.name for stage in PIPELINES["staged"].stages}
+    for part, kind in (("default plans", GeometryScreened), ("stages", StageStarted), ("plans", PlanDone)):
+        announced = [e.count for e in events if isinstance(e, PartStarted) and e.part == part]
+        assert sum(announced) == sum(isinstance(e, kind) for e in events) > 0
     trials = [e for e in events if isinstance(e, TrialDone)]
     assert sum(s.search.counts.get("ok", 0) for s in tuned.workloads[0].stages) <= len(trials)
     for event in trials:

@@ -151,11 +151,16 @@ def test_select_takes_names_and_tags_in_the_order_of_the_table() -> None:
     assert [w.name for w in chosen] == ["safe-T1024-H8", "safe-T8192-H32", *(w.name for w in tagged("cpu"))]
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        InputError, match=r"nowhere.*bench, cpu, forward, small, train, train-cpu, training, tune.*safe-T1024-H8"
-    ):
+def test_unknown_names_are_refused_with_tags_and_near_names() -> None:
+    with pytest.raises(InputError) as refused:
         select(["cpu", "nowhere"])
+    assert str(refused.value) == (
+        "unknown workload nowhere: the tags are bench, cpu, forward, small, train, train-cpu, training, tune, wide; "
+        "`kda-tl show --workloads` lists the names."
+    )
+    with pytest.raises(InputError, match="did you mean safe-T8192-H32 or .* The tags are") as refused:
+        select(["saf-T8192-H32"])
+    assert sum(word.strip(",?;") in LABELS for word in str(refused.value).split()) <= 3
 
 
 @pytest.mark.parametrize(
