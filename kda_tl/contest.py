@@ -163,7 +163,7 @@ def hold_contest(
         WorkerFailure: the contest gave no result.
     """
     rounds, reps = measure_in_turns(run, study, list(entrants.values()), request, bench)
-    return decide(dict(zip(entrants, rounds, strict=True)), reps, default)
+    return decide(dict(zip(entrants, rounds, strict=True)), reps, default, fixed_order)
 
 
 def measure_in_turns(

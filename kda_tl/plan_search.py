@@ -172,11 +172,26 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
     entrants = {r.plan: r.plan.as_dict() for r in valid}
     base = default if default in entrants else None
     try:
-        verdict = hold_contest(run, name_study(run, workload), entrants, request, default=base)
+        verdict = hold_contest(
+            run,
+            name_study(run, workload),
+            entrants,
+            request,
+            default=base,
+            fixed_order=sorted(entrants, key=_rank_plan),
+        )
     except WorkerFailure as failure:
         raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
     entry = _make_entry(run, workload, verdict, results[verdict.winner], results[default], counts)
     return Final(plans=tuple(results.values()), entry=entry)
+
+
+def _rank_plan(plan: Plan) -> tuple[Any, ...]:
+    """Place of a plan among equally fast ones: by pipeline, then large chunks first, then what keeps nothing."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    places = [list(type(config).space()).index(config) for _, config in plan.stages]
+    return list(PIPELINES).index(plan.pipeline), -plan.BT, -plan.BC, plan.kept, places
 
 
 def contest_of(run: Run, workload: Workload, plans: Sequence[Plan]) -> PlanContest:

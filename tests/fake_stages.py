@@ -1,8 +1,7 @@
 """A stage whose configs fail in every way there is; worker processes import it by this name."""
 
 import os
-import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,23 +115,3 @@ def tune_fake(journal: str) -> None:
     """Tunes the fake stage; what the test kills runs this."""
     with Crew(1, overlap=False) as crew:
         tune_stage(make_run(crew, Path(journal)), BENCH, STAGE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """A request that takes a while and appends its name to a file."""
-
-    path: str
-    name: str
-    seconds: float = 0.0
-    timeout_s: float = 60.0
-
-    @property
-    def key(self) -> Hashable:
-        return self.name
-
-    def run(self) -> str:
-        time.sleep(self.seconds)
-        with open(self.path, "a") as file:
-            file.write(self.name)
-        return self.name.upper()

@@ -155,6 +155,16 @@ def test_a_target_that_cannot_be_imported(target: str, type_name: str) -> None:
             assert caught.value.type_name == type_name
 
 
+def test_a_first_call_that_hangs_is_ended_in_its_own_time() -> None:
+    """The start of a process may take long, the call that it is started for may not."""
+    begin = time.monotonic()
+    with IsolatedWorker(EVAL, 0.5) as fresh:
+        with pytest.raises(WorkerTimeout, match=r"the call took longer than 0\.5 s"):
+            fresh.call(FOREVER)
+        assert time.monotonic() - begin < 50  # of the 120 s that a start may take
+        assert fresh.call("1 + 1") == 2
+
+
 @pytest.mark.parametrize("target", ["math.sqrt", "math:", ":sqrt", ""])
 def test_a_malformed_target_is_refused(target: str) -> None:
     with pytest.raises(InputError, match="module:function"):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +15,21 @@ from typing import Any
 from unittest.mock import Mock
 
 import fake_stages
+import notes
 import psutil
 import pytest
 import torch
 
 import kda_tl
-from kda_tl import db, plan_search, screening, stage_search, templates, tuner
+from kda_tl import db, plan_search, screening, stage_search, templates, trial, tuner
 from kda_tl.bench import Bench, check_plan, make_pass, operator_tensors
-from kda_tl.contest import Run, Verdict, decide, load_known
+from kda_tl.contest import Run, Verdict, decide, hold_contest, load_known
 from kda_tl.crew import Crew, OutOfTime
 from kda_tl.device import cpu_device, cuda_device
 from kda_tl.dispatch import choose, default_plan, pin
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.gpus import known_device
+from kda_tl.isolate import WorkerTimeout
 from kda_tl.journal import Journal, Trial
 from kda_tl.kernel import Kernel
 from kda_tl.program import Program
@@ -50,6 +52,7 @@ from kda_tl.records import Key
 from kda_tl.reference import recurrent_kda, relative_error
 from kda_tl.stage import Plan
 from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.trial import Rounds
 from kda_tl.workloads import Workload
 
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
@@ -174,31 +177,87 @@ def test_ctrl_c_leaves_the_finished_trials(crew: Crew, tmp_path: Path) -> None:
     assert [t.status for t in searched(journal)] == ["ok"]
 
 
-def test_on_a_gpu_the_pool_works_while_something_is_measured(tmp_path: Path) -> None:
-    def note(name: str, seconds: float = 0.0) -> fake_stages.Note:
-        return fake_stages.Note(path=str(tmp_path / "notes"), name=name, seconds=seconds)
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., notes.Note]:
+    """Notes, and workers that know nothing else, so that they start at once."""
+    monkeypatch.setattr("kda_tl.crew.TARGET", "notes:run")
 
+    def note(name: str, seconds: float = 0.0, **options: Any) -> notes.Note:
+        return notes.Note(path=str(tmp_path / "notes"), name=name, seconds=seconds, **options)
+
+    return note
+
+
+def test_on_a_gpu_the_pool_works_while_something_is_measured(light: Any, tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(KeyboardInterrupt), Crew(1, overlap=True) as crew:
-        crew.enqueue([note("f")], urgent=False)
-        crew.enqueue(map(note, "abc"))
-        crew.hurry(map(note, "cb"))
-        assert crew.measure(note("m", 6.0)) == "M"
+        crew.enqueue([light("f")], urgent=False)
+        crew.enqueue(map(light, "abc"))
+        crew.hurry(map(light, "cb"))
+        assert crew.measure(light("m", 2.0)) == "M"
         assert (tmp_path / "notes").read_text() == "fcbam"  # the first one had begun at once
-        assert crew.result(note("a")) == "A" and (tmp_path / "notes").read_text() == "fcbam"
+        assert crew.result(light("a")) == "A" and (tmp_path / "notes").read_text() == "fcbam"
         assert {child.pid for child in psutil.Process().children()} > before
         raise KeyboardInterrupt
     assert {child.pid for child in psutil.Process().children()} == before
 
 
-def test_on_the_cpu_the_pool_rests_while_something_is_measured(crew: Crew, tmp_path: Path) -> None:
-    a, m = (fake_stages.Note(path=str(tmp_path / "notes"), name=name, seconds=0.2) for name in "am")
-    crew.enqueue([a])
-    crew.measure(m)
+def test_on_the_cpu_the_pool_rests_while_something_is_measured(light: Any, tmp_path: Path) -> None:
+    a, m = light("a", 0.2), light("m", 0.2)
+    with Crew(2, overlap=False) as crew:
+        crew.enqueue([a])
+        crew.measure(m)
+        assert (tmp_path / "notes").read_text() == "m"
+        assert crew.result(a) == "A"
+        with pytest.raises(OutOfTime):
+            crew.result(light("late", 5.0), deadline=time.monotonic() + 0.1)
+
+
+def test_what_is_dropped_is_not_done_unless_it_is_asked_for_again(light: Any, tmp_path: Path) -> None:
+    with Crew(1, overlap=True) as crew:
+        crew.enqueue([light("a", 0.5)])  # begun at once
+        crew.enqueue(map(light, "bc"))
+        crew.enqueue(map(light, "de"), urgent=False)
+        crew.drop(later=False)
+        assert crew.result(light("e")) == "E"  # what is not urgent was not dropped
+        crew.enqueue([light("f", 0.5)])
+        crew.enqueue([light("g")], urgent=False)
+        crew.enqueue([light("g")])  # now it is, and precedes d
+        assert crew.measure(light("m", 1.0)) == "M"
+        crew.enqueue([light("h", 0.5)])
+        crew.enqueue([light("i")], urgent=False)
+        crew.drop(later=True)
+        crew.enqueue([light("c")])
+        assert crew.measure(light("n", 1.0)) == "N"
+    assert (tmp_path / "notes").read_text() == "aefgdmhcn"
+
+
+def test_what_would_end_too_late_waits_behind_what_is_not_urgent(light: Any, tmp_path: Path) -> None:
+    with Crew(1, overlap=True) as crew:
+        crew.enqueue([light("a", 0.3)])
+        crew.enqueue(map(light, "bc"))
+        crew.enqueue(map(light, "de"), urgent=False)
+        crew.useful_until = time.monotonic()
+        assert crew.result(light("c")) == "C"  # what is waited for comes first all the same
+        assert crew.measure(light("m", 1.0)) == "M"
+    assert (tmp_path / "notes").read_text() == "acdebm"
+
+
+def test_a_first_call_that_hangs_is_ended_in_both_kinds_of_workers(light: Any, tmp_path: Path) -> None:
+    with Crew(1, overlap=True) as crew:
+        crew.warm_up(light("w", timeout_s=60.0))
+        with pytest.raises(WorkerTimeout, match=r"the call took longer than 0\.3 s"):
+            crew.measure(light("m", 20.0, timeout_s=0.3))
+        assert isinstance(crew.result(light("a", 20.0, timeout_s=0.3)), WorkerTimeout)
+        assert crew.measure(light("n")) == "N" and crew.result(light("b")) == "B"
+    assert (tmp_path / "notes").read_text() == "wnb"
+
+
+def test_a_measuring_process_that_cannot_warm_up_is_replaced(light: Any, tmp_path: Path) -> None:
+    with Crew(1, overlap=True) as crew:
+        crew.warm_up(light("w", 20.0, timeout_s=0.3))
+        assert crew.measure(light("m")) == "M"
     assert (tmp_path / "notes").read_text() == "m"
-    assert crew.result(a) == "A"
-    with pytest.raises(OutOfTime):
-        crew.result(replace(a, name="late", seconds=1.0), deadline=time.monotonic() + 0.1)
 
 
 def test_equal_kernels_are_one_study(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,9 +470,9 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
         us = 50.0 if plan.kept else 100.0
         return PlanResult(plan=plan, status="ok", median_us=us, check=check, extra={"timed": "launch", **about}), False
 
-    def hold(run: Run, study: str, entrants: dict[Plan, Any], request: Any, default: Plan) -> Verdict[Plan]:
+    def hold(run: Run, study: str, entrants: dict[Plan, Any], request: Any, **ranks: Any) -> Verdict[Plan]:
         held.extend(entrants)
-        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in entrants}, 5, default)
+        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in entrants}, 5, **ranks)
 
     monkeypatch.setattr(plan_search, "run_plan", measure)
     monkeypatch.setattr(plan_search, "hold_contest", hold)
@@ -510,6 +569,16 @@ def test_the_best_geometry_is_tuned_and_a_close_second(medians: tuple[float | No
     assert [g.BT for g in screening.choose_geometries(quiet, WORKLOAD, screened(*medians))] == chosen
 
 
+def test_every_timed_repetition_meets_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    flushes: list[None] = []
+    monkeypatch.setattr("kda_tl.measure._flusher", lambda device: lambda: flushes.append(None))
+    outcome = trial._time(lambda: None, CPU, {}, None)
+    assert len(flushes) == len(outcome.samples_us) > trial.FIRST_REPS
+    flushes.clear()
+    rounds = trial._compete([lambda: None] * 3, CPU, rounds=2)
+    assert len(flushes) == 3 * (2 + 2 * rounds.reps) and [len(medians) for medians in rounds.medians_us] == [2] * 3
+
+
 def test_candidates_are_ranked_from_the_default_outwards() -> None:
     case = bench(replace(WORKLOAD, K=64), BT=64).case
     stage = templates.load("fwd_gate")
@@ -529,6 +598,78 @@ def test_the_default_wins_what_is_within_the_noise() -> None:
         assert (verdict.winner, verdict.ratio, verdict.ci95) == ("default", 1.0, (1.0, 1.0))
     alone = decide({"a": [3.0, 4.0]}, 3, None)
     assert (alone.winner, alone.ratio, alone.ci95, alone.default_us) == ("a", None, None, None)
+
+
+@pytest.mark.parametrize("noise", [(100.0, 101.0), (101.0, 100.0)])
+def test_equally_fast_entrants_of_a_contest_follow_the_fixed_order(noise: tuple[float, float]) -> None:
+    """Entrants come best first, which is noise too."""
+    entrants = dict(sorted(zip("ab", noise, strict=True), key=lambda item: item[1]))
+    stored = Mock(extra={"rounds": [[us] * 5 for us in entrants.values()], "reps": 3})
+    recall: Any = SimpleNamespace(recall=lambda study, config: stored)
+    for order in ("ab", "ba"):
+        verdict = hold_contest(recall, "s", dict.fromkeys(entrants, {}), Mock(), default=None, fixed_order=order)
+        assert verdict.winner == order[0]
+
+
+def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of two is measured as the faster one changes from run to run; the default is far behind."""
+    plans = [default_plan(BACKWARD.problem(), CPU, BT=BT, BC=BC) for BT, BC in ((64, 16), (32, 16), (32, 8))]
+    default, *others = plans
+    winners = set()
+    for faster in others:
+        for order in (others, others[::-1]):
+            noisy = {plan: 100.0 if plan == faster else 101.0 for plan in others} | {default: 200.0}
+            fake = FakeMeasurements(noisy)
+            monkeypatch.setattr(plan_search, "run_plan", fake.run_plan)
+            again = replace(run, objective="memory", known={})
+            monkeypatch.setattr(Run, "measure", fake.measure)
+            final = plan_search.compete(again, BACKWARD, default, order, {})
+            assert final.entry is not None
+            winners.add((final.entry.plan["BT"], final.entry.plan["BC"]))
+    assert winners == {(32, 16)}
+
+
+class FakeMeasurements:
+    """Plans with times that are made up."""
+
+    def __init__(self, us: dict[Plan, float]) -> None:
+        self.us = us
+
+    def run_plan(self, run: Run, workload: Workload, plan: Plan) -> tuple[PlanResult, bool]:
+        check = {"max_rel_err": 1e-6, "tolerance": 1e-5}
+        return PlanResult(plan=plan, status="ok", median_us=self.us[plan], check=check), False
+
+    def measure(self, request: Any, bench: Any = None) -> Rounds:
+        return Rounds(medians_us=[[self.us[plan]] * 5 for plan in request.plans], reps=3)
+
+
+def test_a_wrong_plan_neither_competes_nor_is_stored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is by far the fastest: it answers from memory, and one of its results is 1 % off."""
+    right, wrong = (default_plan(WORKLOAD.problem(), CPU, BT=16, BC=BC) for BC in (16, 8))
+    launch, answers, held = Program.run, {}, []
+
+    def answer(self: Program, tensors: Any, sizes: Any, *args: Any) -> dict[str, Any]:
+        if self.plan != wrong:
+            return launch(self, tensors, sizes, *args)
+        size = tuple(sizes.items())
+        if size not in answers:
+            found = launch(self, tensors, sizes, *args)
+            answers[size] = found | {"ht": 1.01 * found["ht"]}
+        return answers[size]
+
+    def measure(self: Run, request: Any, bench: Any = None) -> Any:
+        held.extend(getattr(request, "plans", ()))
+        return request.run()
+
+    monkeypatch.setattr(Program, "run", answer)
+    monkeypatch.setattr(Run, "measure", measure)
+    with torch.no_grad():
+        final = plan_search.compete(run, WORKLOAD, right, [wrong], {})
+        nothing = plan_search.compete(run, WORKLOAD, wrong, [wrong], {})
+    assert [(result.plan, result.status) for result in final.plans] == [(right, "ok"), (wrong, "wrong")]
+    assert "ht is off by 0.01" in final.plans[1].reason and held == [right]
+    assert final.entry is not None and final.entry.plan == right.as_dict() and final.entry.check.max_rel_err < 1e-5
+    assert nothing.entry is None and [result.status for result in nothing.plans] == ["wrong"]
 
 
 def test_contests_and_plans_are_recalled_but_no_trials(tmp_path: Path) -> None:
