@@ -42,9 +42,9 @@ class EmulatedKernel(Kernel):
         body = text[text.index('extern "C"') :].replace("extern __shared__", "extern").replace("__shared__", "static")
         found = re.search(r"__launch_bounds__\((\d+).*?\) \w+_kernel\((.*?)\) \{", body)
         assert found is not None
-        self.threads, parameters = int(found[1]), found[2].split(", ")
-        self.parameters = [(parameter.rpartition(" ")[2], "*" in parameter) for parameter in parameters]
-        names = ", ".join(name for name, _ in self.parameters)
+        self.threads = int(found[1])
+        parameters = [parameter.rpartition(" ")[::2] for parameter in found[2].split(", ")]
+        names = ", ".join(name for _, name in parameters)
         launch = f"fibers::run(blocks, {self.threads}, [=] {{ {stage.name}_kernel({names}); }});"
         source = f'#include "{HEADER}"\n{body}\nextern "C" void launch(int blocks, {found[2]}) {{ {launch} }}\n'
         with tempfile.TemporaryDirectory() as folder:
@@ -61,17 +61,32 @@ class EmulatedKernel(Kernel):
             subprocess.run([*compiler, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
             self.library = ctypes.CDLL(str(Path(folder) / "kernel.so"))
 
+        self.arguments = [(kind, self._find(name, parameters, body)) for kind, name in parameters]
+
+    def _find(self, name: str, parameters: Sequence[tuple[str, str]], body: str) -> str:
+        """What a parameter is. TileLang forgets names of tensors that macros take, and of lengths, but not their order.
+
+        Of the two lengths, that which a token's number is compared with counts tokens.
+        """
+        name = WRONG_NAMES.get(name, name)
+        known = [*(slot.name for slot in self.slots if slot.present), *self.stage.scalars, "NT", "tokens"]
+        if name in known:
+            return name
+        if ("int", name) in parameters:
+            return "tokens" if re.search(rf"start.*< {name}\b", body) else "NT"
+        named = {WRONG_NAMES.get(other, other) for _, other in parameters}
+        unnamed = [other for kind, other in parameters if "*" in kind and WRONG_NAMES.get(other, other) not in known]
+        return [other for other in known if other not in named][unnamed.index(name)]
+
     def launch(self, tensors: Mapping[str, Any], outputs: Sequence[Tensor | None], device: torch.device) -> None:
         """See :meth:`kda_tl.kernel.Kernel.launch`."""
         given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
-        chunks, tokens = len(given["chunk_tokens"]), len(given["q"])
-        arguments: list[Any] = [ctypes.c_int(chunks * self.case.problem.HV)]
-        for name, pointer in self.parameters:
-            x = given.get(WRONG_NAMES.get(name, name))
-            if pointer:
-                arguments.append(ctypes.c_void_p(x.data_ptr() if isinstance(x, Tensor) else None))
-            elif x is not None:
-                arguments.append(ctypes.c_float(x))
-            else:  # a number of chunks or tokens, of which TileLang forgets the name
-                arguments.append(ctypes.c_int(chunks if name == "NT" else tokens))
+        given |= {"NT": len(given["chunk_tokens"]), "tokens": len(given["q"])}
+        arguments: list[Any] = [ctypes.c_int(given["NT"] * self.case.problem.HV)]
+        for kind, name in self.arguments:
+            x = given[name]
+            if "*" in kind:
+                arguments.append(ctypes.c_void_p(x.data_ptr()))
+            else:
+                arguments.append((ctypes.c_int if kind == "int" else ctypes.c_float)(x))
         self.library.launch(*arguments)

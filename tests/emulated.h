@@ -18,6 +18,7 @@
 #define __launch_bounds__(...)
 #define __align__(n)
 #define __forceinline__ inline
+#define CUDART_INF_F INFINITY
 
 using std::max;
 using std::min;
@@ -104,7 +105,7 @@ inline void run(int blocks, int count, std::function<void()> kernel) {
   threads = count;
   body = kernel;
   contexts.resize(count);
-  stacks.assign(count, std::vector<char>(128 << 10));
+  stacks.assign(count, std::vector<char>(512 << 10));
   for (int b = 0; b < blocks; b++) {
     blockIdx = {b, 0, 0};
     memset(buf_dyn_shmem, 0xff, sizeof buf_dyn_shmem);  // NaN
@@ -163,6 +164,14 @@ T shfl_xor(T x, int offset) {
 struct SumOp {
   template <class T>
   T operator()(T a, T b) const { return a + b; }
+};
+struct MinOp {
+  template <class T>
+  T operator()(T a, T b) const { return a < b ? a : b; }
+};
+struct MaxOp {
+  template <class T>
+  T operator()(T a, T b) const { return a > b ? a : b; }
 };
 template <int N>
 struct NamedBarrier {
