@@ -11,25 +11,25 @@ tried. The exit code is 1 if more rows than ``--most`` survive, 2 if a row does 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import random
 import re
 import shlex
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from trees import ROOT, copy_tree, environment_of
 
 TABLE = Path(__file__).with_name("mutations.txt")
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
-_UNBROKEN_TIMEOUT_S = 900.0
+UNBROKEN_TIMEOUT_S = 900.0
+OUTPUT = "pytest.log"
 KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "SURVIVED", "timeout", "BROKEN"
 
 
@@ -71,45 +71,88 @@ def find_misfits(mutations: Sequence[Mutation]) -> list[str]:
     return misfits
 
 
-def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """What became of a copy with these tests, and the end of what they printed."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-W", "ignore::pytest.PytestConfigWarning"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    # a group of its own: what hangs in a broken copy is ended with its workers
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment_of(folder) | {"PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+@dataclass
+class Attempt:
+    """Tests that run in a copy, broken by a mutation or sound, in a child of this process."""
+
+    folder: Path
+    tests: tuple[str, ...]
+    mutation: Mutation | None
+    deadline: float
+
+    def begin(self) -> int:
+        """Breaks the copy and starts the tests; returns the child's id."""
+        if self.mutation is not None:
+            path = self.folder / self.mutation.file
+            path.write_text(path.read_text().replace(self.mutation.old, self.mutation.new))
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            run_child(self.folder, self.tests)
+        return child
+
+    def end(self, status: int | None) -> tuple[str, str]:
+        """Mends the copy; returns what became of it, and the end of what the tests printed."""
+        if self.mutation is not None:
+            path = self.folder / self.mutation.file
+            path.write_text((ROOT / self.mutation.file).read_text())
+        output = "\n".join((self.folder / OUTPUT).read_text(errors="replace").splitlines()[-12:])
+        if status is None:
+            return TIMEOUT, output
+        return {0: SURVIVED, 1: KILLED}.get(os.waitstatus_to_exitcode(status), BROKEN), output
+
+
+def run_child(folder: Path, tests: Sequence[str]) -> None:
+    """Runs pytest and ends the process, in a group of its own: what hangs is ended with its workers."""
+    os.setsid()
+    output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 3
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        return TIMEOUT, f"over {timeout_s:g} s"
-    outcome = {0: SURVIVED, 1: KILLED}.get(process.returncode, BROKEN)
-    return outcome, "\n".join(output.splitlines()[-12:])
+        os.chdir(folder)
+        os.environ.update(environment_of(folder), PYTHONDONTWRITEBYTECODE="1")
+        sys.path[:] = [str(folder), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
+        for name in ("trees", *(name for name in sys.modules if name.partition(".")[0] == "kda_tl")):
+            sys.modules.pop(name, None)
+        sys.dont_write_bytecode = True
+        import pytest
 
-
-def check_unbroken(folder: Path, asked: Sequence[tuple[str, ...]]) -> list[str]:
-    """Tests that already fail on the code as it is, which would count every break as noticed."""
-    found = [(tests, *run_tests(folder, tests, _UNBROKEN_TIMEOUT_S)) for tests in asked]
-    return [f"{shlex.join(tests)}: {outcome}\n{output}" for tests, outcome, output in found if outcome != SURVIVED]
-
-
-def try_mutation(folder: Path, mutation: Mutation, timeout_s: float) -> tuple[str, str]:
-    """Breaks a copy, runs the tests, mends it."""
-    path = folder / mutation.file
-    sound = path.read_text()
-    path.write_text(sound.replace(mutation.old, mutation.new))
-    try:
-        return run_tests(folder, mutation.tests, timeout_s)
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+        sys.stdout.flush()
     finally:
-        path.write_text(sound)
+        os._exit(code)
+
+
+def run_all(
+    work: Sequence[tuple[tuple[str, ...], Mutation | None]], folders: Sequence[Path], timeout_s: float
+) -> Iterator[tuple[int, str, str]]:
+    """What becomes of each piece of work, as they end: its number, the outcome, and what was printed."""
+    free, waiting = list(folders), list(enumerate(work))[::-1]
+    running: dict[int, tuple[int, Attempt]] = {}
+    while waiting or running:
+        while free and waiting:
+            number, (tests, mutation) = waiting.pop()
+            attempt = Attempt(free.pop(), tests, mutation, time.monotonic() + timeout_s)
+            running[attempt.begin()] = number, attempt
+        time.sleep(0.05)
+        for child, (number, attempt) in list(running.items()):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            late = not ended and time.monotonic() > attempt.deadline
+            if late:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if ended or late:
+                del running[child]
+                free.append(attempt.folder)
+                yield number, *attempt.end(None if late else status)
+
+
+def import_all() -> None:
+    """What every test imports and no row breaks: children are forks of this process, and start in a second."""
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    for name in ("numpy", "torch", "tilelang", "optuna", "hypothesis", "filelock", "platformdirs", "psutil", "rich"):
+        importlib.import_module(name)
 
 
 def main() -> int:
@@ -131,36 +174,23 @@ def main() -> int:
         mutations = [m for m in mutations if any(word in repr(m) for word in args.words)]
     say = sys.stdout.write
     say(f"{len(mutations)} rows, {args.jobs} at a time, {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}\n")
-    begin, copies = time.monotonic(), SimpleQueue[Path]()
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+    begin = time.monotonic()
+    import_all()
+    results: list[tuple[Mutation, str]] = []
+    with tempfile.TemporaryDirectory() as temporary:
         folders = [copy_tree(Path(temporary) / str(n)) for n in range(args.jobs)]
-        asked = list(dict.fromkeys(mutation.tests for mutation in mutations))
-        parts = [asked[n :: args.jobs] for n in range(args.jobs)]
-        checked = [[] for _ in parts] if args.trust else pool.map(check_unbroken, folders, parts)
-        if failing := [failure for failures in checked for failure in failures]:
-            sys.stderr.write("\n".join(failing) + "\nThese fail on the unbroken code.\n")
-            return 2
-        for folder in folders:
-            copies.put(folder)
-
-        def attempt(mutation: Mutation) -> tuple[str, str]:
-            folder = copies.get()
-            try:
-                return try_mutation(folder, mutation, args.timeout)
-            finally:
-                copies.put(folder)
-
-        results = []
-        for mutation, (outcome, output) in zip(mutations, pool.map(attempt, mutations), strict=True):
-            results.append((mutation, outcome))
-            say(f"{outcome:8}  {mutation.title}\n")
-            if outcome == BROKEN:
-                say(f"{output}\n")
+        asked = [] if args.trust else [(tests, None) for tests in dict.fromkeys(m.tests for m in mutations)]
+        for number, outcome, output in run_all(asked, folders, UNBROKEN_TIMEOUT_S):
+            if outcome != SURVIVED:
+                sys.stderr.write(f"fails on the unbroken code: {shlex.join(asked[number][0])}: {outcome}\n{output}\n")
+                return 2
+        for number, outcome, output in run_all([(m.tests, m) for m in mutations], folders, args.timeout):
+            results.append((mutations[number], outcome))
+            say(f"{outcome:8}  {mutations[number].title}\n" + (f"{output}\n" if outcome == BROKEN else ""))
             sys.stdout.flush()
     left = [m for m, outcome in results if outcome in (SURVIVED, BROKEN)]
-    say(
-        f"{len(results) - len(left)} of {len(results)} killed in {time.monotonic() - begin:.0f} s, {len(left)} survive\n"
-    )
+    took = time.monotonic() - begin
+    say(f"{len(results) - len(left)} of {len(results)} killed in {took:.0f} s, {len(left)} survive\n")
     for mutation in left:
         say(f"  {mutation.title}\n    {shlex.join(mutation.tests)}\n")
     return 1 if len(left) > args.most else 0

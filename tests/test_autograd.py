@@ -194,6 +194,16 @@ def test_only_what_is_asked_for(seed: int) -> None:
         assert not chunk_kda(**whole)[0].requires_grad
 
 
+def test_final_state_that_nothing_depends_on(seed: int) -> None:
+    """Its gradient is absent: the bits of a call that does not return it."""
+    call = draw_call(SMALL, (40,), seed, varlen=False)
+    asked, not_asked = differentiable(call), differentiable(call)
+    chunk_kda(**asked)[0].square().sum().backward()
+    chunk_kda(**not_asked | {"output_final_state": False})[0].square().sum().backward()
+    for name in TENSORS:
+        assert torch.equal(asked[name].grad, not_asked[name].grad), name
+
+
 def test_same_bits_every_time(seed: int) -> None:
     call = draw_backward(draw_call(SMALL, (70, 0, 3), seed), seed)
     one, two = (backward_of(call, differentiable(call)) for _ in range(2))

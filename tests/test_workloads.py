@@ -176,3 +176,8 @@ def test_unknown_names_are_refused_with_tags_and_near_names() -> None:
 def test_impossible_workloads_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Workload(**({"name": "bad", "T": 8, "H": 1} | change))
+
+
+def test_bounds_are_of_every_sequence() -> None:
+    assert Workload(name="batch", B=3, T=5, H=1).bounds == (0, 5, 10, 15)
+    assert Workload(name="packed", lengths=(2, 7, 1), H=1).bounds == (0, 2, 9, 10)

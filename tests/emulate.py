@@ -1,0 +1,92 @@
+"""Kernels for sm_90a run on the host: their generated CUDA, compiled as C++ with emulated.h."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_tl import kernel
+from kda_tl.device import cpu_device, find_compiler
+from kda_tl.kernel import Kernel
+from kda_tl.stage import Case, Config, Stage
+
+HEADER = Path(__file__).with_name("emulated.h")
+WRONG_NAMES = {"d_o": "do"}  # do is a word of C
+
+
+def generate(stage: Stage, case: Case, config: Config) -> str:
+    """A kernel's CUDA; no compiler of CUDA is needed."""
+    from tilelang import tvm
+    from tilelang.engine import lower
+
+    function, target = stage.build(case, config), tvm.target.Target(case.device.target)
+    settings = {**kernel._CUDA_PASS_CONFIGS, **stage.passes(case)}
+    with target, tvm.transform.PassContext(opt_level=3, config=settings):
+        return str(lower(function, target=target).kernel_source)
+
+
+class EmulatedKernel(Kernel):
+    """A kernel whose launch is a loop over blocks on the host. Of stages with one block a chunk and head."""
+
+    def __init__(self, stage: Stage, case: Case, config: Config) -> None:
+        super().__init__(stage, case, config, None)
+        text = generate(stage, case, config)
+        body = text[text.index('extern "C"') :].replace("extern __shared__", "extern").replace("__shared__", "static")
+        found = re.search(r"__launch_bounds__\((\d+).*?\) \w+_kernel\((.*?)\) \{", body)
+        assert found is not None
+        self.threads = int(found[1])
+        parameters = [parameter.rpartition(" ")[::2] for parameter in found[2].split(", ")]
+        names = ", ".join(name for _, name in parameters)
+        launch = f"fibers::run(blocks, {self.threads}, [=] {{ {stage.name}_kernel({names}); }});"
+        source = f'#include "{HEADER}"\n{body}\nextern "C" void launch(int blocks, {found[2]}) {{ {launch} }}\n'
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "kernel.cpp").write_text(source)
+            compiler = [
+                find_compiler(cpu_device()),
+                "-std=c++17",
+                "-O1",
+                "-w",
+                "-fno-strict-aliasing",
+                "-fPIC",
+                "-shared",
+            ]
+            subprocess.run([*compiler, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+            self.library = ctypes.CDLL(str(Path(folder) / "kernel.so"))
+
+        self.arguments = [(kind, self._find(name, parameters, body)) for kind, name in parameters]
+
+    def _find(self, name: str, parameters: Sequence[tuple[str, str]], body: str) -> str:
+        """What a parameter is. TileLang forgets names of tensors that macros take, and of lengths, but not their order.
+
+        Of the two lengths, that which a token's number is compared with counts tokens.
+        """
+        name = WRONG_NAMES.get(name, name)
+        known = [*(slot.name for slot in self.slots if slot.present), *self.stage.scalars, "NT", "tokens"]
+        if name in known:
+            return name
+        if ("int", name) in parameters:
+            return "tokens" if re.search(rf"start.*< {name}\b", body) else "NT"
+        named = {WRONG_NAMES.get(other, other) for _, other in parameters}
+        unnamed = [other for kind, other in parameters if "*" in kind and WRONG_NAMES.get(other, other) not in known]
+        return [other for other in known if other not in named][unnamed.index(name)]
+
+    def launch(self, tensors: Mapping[str, Any], outputs: Sequence[Tensor | None], device: torch.device) -> None:
+        """See :meth:`kda_tl.kernel.Kernel.launch`."""
+        given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
+        given |= {"NT": len(given["chunk_tokens"]), "tokens": len(given["q"])}
+        arguments: list[Any] = [ctypes.c_int(given["NT"] * self.case.problem.HV)]
+        for kind, name in self.arguments:
+            x = given[name]
+            if "*" in kind:
+                arguments.append(ctypes.c_void_p(x.data_ptr()))
+            else:
+                arguments.append((ctypes.c_int if kind == "int" else ctypes.c_float)(x))
+        self.library.launch(*arguments)

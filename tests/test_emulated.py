@@ -1,0 +1,68 @@
+"""Kernels that only Hopper runs, without one: those that can be run on the host, and what holds the others.
+
+fwd_prep and bwd_gradients, with the macros they are written with, are executed from their generated CUDA (emulate.py),
+so a wrong sign, index or layout fails here. What this cannot see: races, missing barriers and fences, addresses that
+are not aligned, the rounding of fast exponentials, what nvcc makes of the text.
+
+fwd_recurrence, fwd_segment, fwd_merge, fwd_resume, bwd_scan, bwd_segment, bwd_merge, bwd_resume and bwd_heads, and the
+sm_90 lowering of the stages that also run on the CPU, are run by the GPU tests alone (tests/test_gpu*.py,
+tests/test_sanitizer.py). They wait for copies by barriers and tensor maps, which nothing here imitates. Their
+references are checked everywhere (test_templates.py), and a change of their text makes the packaged plans stale, which
+fails below and in ``make verify`` until the plans are measured again, or shown by renew.py to run the same kernels.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from cases import draw_backward, draw_call, draw_problem, random_of_run
+from emulate import EmulatedKernel
+from launches import run_references, sizes_of, stage_errors
+
+from kda_tl import templates
+from kda_tl.db import Database, stale_stages
+from kda_tl.device import cpu_device, find_compiler
+from kda_tl.gpus import known_device
+from kda_tl.problem import GATES
+from kda_tl.records import Entry
+from kda_tl.stage import Case
+from kda_tl.templates.pipelines import PIPELINES
+
+H200 = known_device("nvidia_h200")
+LENGTHS = (1, 0, 40, 64)
+EMULATED = {"fwd_prep": "prep_recurrence", "bwd_gradients": "prep_scan"}
+
+
+@pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
+@pytest.mark.parametrize("name", EMULATED)
+def test_kernel_for_hopper_equals_reference(name: str, seed: int) -> None:
+    """Of a gate that is drawn: slow over a whole chunk, and, if unbounded, further in one than anchors can follow."""
+    rng, stage, pipeline = random.Random(seed), templates.load(name), PIPELINES[EMULATED[name]]
+    given: dict[str, Any] = {"dtype": "bf16", "scalar_gate": False, "rank": 1, "final_state": True, "K": 64, "V": 64}
+    gate = random_of_run(f"gate of {name}").choice(GATES)
+    problem = draw_problem(rng, gate=gate, H=1, HV=2, intermediate_states=False, **given)
+    call = draw_call(problem, LENGTHS, seed)
+    call.x["g"][-LENGTHS[-1] :] = -0.01 if gate == "log" else -9.0
+    if not problem.bounded_gate:
+        call.x["g"][1 : -LENGTHS[-1] : 3] = -50.0 if gate == "log" else 300.0
+    if pipeline.direction == "bwd":
+        call = draw_backward(call, seed)
+    case = call.case(H200, 64, 16)
+    _, records = run_references(pipeline, case, call.tensors(64))
+    inputs = next(inputs for recorded, inputs in records if recorded.name == name)
+    bare = Case(problem=case.problem.without_lengths(), device=H200, BT=64, BC=16)
+    errors = stage_errors(EmulatedKernel(stage, bare, stage.default(bare)), inputs, sizes_of(call, 64))
+    assert max(errors.values()) < stage.tolerance["bf16"], f"{errors} {problem.key}"
+
+
+def test_packaged_plans_were_measured_with_todays_templates() -> None:
+    """Those of every GPU: after a change, tune again, or run tests/renew.py if kernels stayed the same."""
+    from importlib.resources import files
+
+    current = {name: templates.fingerprint(name) for name in templates.names()}
+    packaged = Database.load(files("kda_tl.tuning_db"), "packaged")
+    entries: list[Entry] = [entry for file in packaged.files.values() for entry in file.entries.values()]
+    stale = {stage for entry in entries for stage in stale_stages(entry, current)}
+    assert entries and not stale, f"{', '.join(sorted(stale))} changed since packaged plans were measured"
