@@ -71,7 +71,7 @@ print(json.dumps(found))
 def test_without_tilelang_what_needs_no_kernel_works(tmp_path: Path) -> None:
     (tmp_path / "tilelang").mkdir()
     (tmp_path / "tilelang" / "__init__.py").write_text("raise OSError('libtvm.so: cannot open shared object file')\n")
-    works = ["--help", "--version", "show", "explain cpu-safe-K32 --gpu cpu", *(f"{name} --help" for name in COMMANDS)]
+    works = ["--help", "--version", "show", "explain --workload cpu-safe-K32 --gpu cpu", *(f"{name} --help" for name in COMMANDS)]
     stops = ["source fwd_gate --gpu cpu", "bench --gpu cpu", "verify --gpu cpu", "db validate"]
     stops += [f"tune --gpu cpu --db {tmp_path}", "explain safe-T8192-H32 --gpu nvidia_h200"]
     done = spawn(sys.executable, "-c", WITHOUT_TILELANG, json.dumps([*works, *stops, "doctor --json"]), str(tmp_path))
@@ -87,7 +87,7 @@ def test_without_tilelang_what_needs_no_kernel_works(tmp_path: Path) -> None:
         last = err.splitlines()[-1]
         assert (code, out) == (3, ""), words
         assert last.startswith(f"kda-tl {words.split()[0]}: {missing}") and install in last and "Traceback" not in err
-    assert "reference" in found["missing"]["explain cpu-safe-K32 --gpu cpu"][1]
+    assert "reference" in found["missing"]["explain --workload cpu-safe-K32 --gpu cpu"][1]
     code, out, _ = found["missing"]["doctor --json"]
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
     assert code == 3 and {name for name, check in checks.items() if check["state"] == "MISSING"} == {
