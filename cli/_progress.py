@@ -180,7 +180,8 @@ class TuneProgress:
             self._write(f"  failed     {report.failure}")
         elif report.entry is not None:
             gain = format_ratio(report.entry.vs_default.ratio)
-            what = f"{gain} the default" if report.improved else "the default, which nothing beat"
+            limited = " in the time there was" if "time limit" in report.stopped_because else ""
+            what = f"{gain} the default" if report.improved else f"the default, which nothing beat{limited}"
             self._write(f"  stored     {what}, after {report.seconds:.0f} s{self._tell_known(report)}")
 
     def _tell_known(self, report: WorkloadReport) -> str:

@@ -172,8 +172,9 @@ def test_known_trials_are_told_by_where_they_come_from(show: Show, before: list[
 
 def test_a_default_that_won_is_no_gain(show: Show) -> None:
     entry = make_entry(SMALL, CPU, vs_default=VsDefault(ratio=1.0, ci95=(1.0, 1.0)))
-    lines = show(*iter_workload(make_stage(OK), entry=entry))
-    assert lines[-1] == "  stored     the default, which nothing beat, after 40 s"
+    for why, told in (("everything was tried", ""), ("the time limit was reached", " in the time there was")):
+        lines = show(*iter_workload(make_stage(OK), entry=entry, stopped_because=why))
+        assert lines[-1] == f"  stored     the default, which nothing beat{told}, after 40 s"
 
 
 def take_lines(console: Console) -> list[str]:
