@@ -71,9 +71,15 @@ print(json.dumps(found))
 def test_without_tilelang_what_needs_no_kernel_works(tmp_path: Path) -> None:
     (tmp_path / "tilelang").mkdir()
     (tmp_path / "tilelang" / "__init__.py").write_text("raise OSError('libtvm.so: cannot open shared object file')\n")
-    works = ["--help", "--version", "show", "explain --workload cpu-safe-K32 --gpu cpu", *(f"{name} --help" for name in COMMANDS)]
+    works = [
+        "--help",
+        "--version",
+        "show",
+        "explain --workload cpu-safe-K32 --gpu cpu",
+        *(f"{name} --help" for name in COMMANDS),
+    ]
     stops = ["source fwd_gate --gpu cpu", "bench --gpu cpu", "verify --gpu cpu", "db validate"]
-    stops += [f"tune --gpu cpu --db {tmp_path}", "explain safe-T8192-H32 --gpu nvidia_h200"]
+    stops += [f"tune --gpu cpu --db {tmp_path}", "explain --workload safe-T8192-H32 --gpu nvidia_h200"]
     done = spawn(sys.executable, "-c", WITHOUT_TILELANG, json.dumps([*works, *stops, "doctor --json"]), str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
