@@ -239,8 +239,8 @@ def describe_run(event: RunStarted) -> str:
     if event.limit_s is None:
         time_s = f"{count}, no time limit: about {format_span(event.about_s)}"
     else:
-        most = f"up to {format_span(event.limit_s * event.workloads)}"
-        time_s = f"{count}, at most {event.limit_s:g} s each: {most}, about {format_span(event.about_s)}"
+        most, about = format_span(event.limit_s * event.workloads), format_span(event.about_s)
+        time_s = f"{count}, at most {event.limit_s:g} s each: up to {most}{f', about {about}' if about != most else ''}"
     return f"{time_s}; about {event.kernels} kernels to compile on {event.jobs} cores."
 
 

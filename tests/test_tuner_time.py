@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_stages import make_run
 from simulated_crew import Simulation, simulate
 
 from kda_tl import tuner
+from kda_tl.forecast import Forecast
 from kda_tl.gpus import known_device
 from kda_tl.progress import GeometryScreened, RunStarted, StageDone, TuneReport, WorkloadStarted
 from kda_tl.stage import Plan
-from kda_tl.trial import PlanContest, Rounds, StageTrial
+from kda_tl.stage_search import SURE
+from kda_tl.trial import CompileJob, PlanContest, Rounds, StageTrial
 from kda_tl.workloads import Workload
 
 H100 = known_device("nvidia_h100_80gb_hbm3")
@@ -144,3 +149,64 @@ def test_trials_are_made_when_the_time_is_nearly_over(tmp_path: Path, monkeypatc
     (report,) = tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=18.0).workloads
     measured = [request.stage.name for _, request in simulation.measured if isinstance(request, StageTrial)]
     assert measured and measured[0] == "fwd_state" and report.seconds < 20.0
+
+
+def count_trials(report: TuneReport) -> dict[str, int]:
+    """By stage, for the first geometry."""
+    (workload,) = report.workloads
+    first = workload.stages[0].geometry
+    return {stage.stage: len(stage.search.trials) for stage in workload.stages if stage.geometry == first}
+
+
+def test_a_stage_leaves_the_others_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is compiled, some 24 s are left: those of fwd_state and fwd_output alone would take 22 s."""
+    simulation = simulate_h100(monkeypatch, staged_wins, compile_s=0.01)
+    trials = count_trials(tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=42.0))
+    assert all(count >= SURE for count in trials.values()), trials
+
+
+def test_a_small_share_is_enough_for_the_first_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five equal stages share some 5 s."""
+    simulation = simulate(monkeypatch, plan_us=staged_wins, stage_us=lambda stage: 50.0, compile_s=0.01)
+    trials = count_trials(tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=22.0))
+    assert trials["fwd_gate"] == SURE, trials
+
+
+def test_what_could_not_be_measured_in_time_makes_room_for_the_next_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its last seconds a workload has kernels compiled that the next one begins with, not some of its own."""
+    simulation = simulate_h100(monkeypatch, staged_wins)
+    starts, begun = [], []
+    begin = simulation.begin
+
+    def note(request: Any) -> None:
+        if isinstance(request, CompileJob):
+            begun.append((simulation.clock.now, request.case.problem.H))
+        begin(request)
+
+    def listen(event: Any) -> None:
+        if isinstance(event, WorkloadStarted):
+            starts.append((simulation.clock.now, event.workload.H))
+
+    monkeypatch.setattr(simulation, "begin", note)
+    workloads = [Workload(name=f"H{H}", T=1024, H=H) for H in (8, 16, 32, 48, 64)]
+    tune(simulation, tmp_path, workloads, on_event=listen)
+    for (start, _), (end, following) in zip(starts[1:], starts[2:], strict=False):
+        late = [H for when, H in begun if end - 2 * simulation.compile_s / 3 < when < end]
+        assert late and set(late) == {following}, (start, late)
+
+
+def test_kernels_that_workloads_share_are_forecast_once(tmp_path: Path) -> None:
+    """Those of 64 heads, for 1024 and 8192 tokens."""
+    crew: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: False)
+    run = make_run(crew, tmp_path / "journal")
+    run = replace(run, device=H100)
+    one, two = (Forecast(run, workloads, None, None) for workloads in (WORKLOADS[2:3], WORKLOADS[2:]))
+    assert one.count_kernels() == two.count_kernels() > 20
+    compiling_s = one.count_kernels() * 8.0 / 4
+    assert two.left_s() - one.left_s() == pytest.approx(one.left_s() - compiling_s)
+    assert two.left_s(1) == pytest.approx(one.left_s())
+    finished: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: True)
+    done = Forecast(replace(run, crew=finished), WORKLOADS[2:3], None, None)
+    assert done.left_s() == pytest.approx(one.left_s() - compiling_s)
