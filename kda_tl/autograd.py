@@ -7,15 +7,14 @@ The forward keeps its inputs and nothing else, and the backward computes the int
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from kda_tl.arguments import TENSORS
-from kda_tl.call import Ready, Signature, choose_backward, describe, run_backward, run_forward, run_keeping
-from kda_tl.errors import InputError
+from kda_tl.call import Ready, choose_backward, run_backward, run_forward, run_keeping
 from kda_tl.opaque import differentiate_opaque, refuse_second_derivative
-from kda_tl.plain import is_plain, needs_operator
+from kda_tl.plain import check_saved, describe, is_plain, needs_operator
 from kda_tl.program import Compute
 
 
@@ -50,28 +49,10 @@ class _Forward(torch.autograd.Function):
             a = ctx.others | dict(zip(TENSORS, saved, strict=False))
             found = differentiate_opaque(a, do, dht)
             return None, None, None, *_pick_wanted(ctx, found)
-        _check_saved(names, saved, ctx.saved_as)
+        check_saved(names, saved, ctx.saved_as)
         tensors, kept = saved[: len(TENSORS)], saved[len(TENSORS) :]
         factors = dict(zip(ctx.chosen.factors, kept, strict=True)) if kept else None
         return None, None, None, *_Backward.apply(ctx, factors, do, dht, *tensors)  # type: ignore[no-untyped-call]
-
-
-def _check_saved(names: tuple[str, ...], saved: tuple[torch.Tensor | None, ...], saved_as: Signature) -> None:
-    """Hooks give back what they like, and ``x.data = y`` goes unnoticed by autograd."""
-    found = describe(saved)
-    if found != saved_as:
-        name, now, then = next(x for x in zip(names, found, saved_as, strict=True) if x[1] != x[2])
-        raise InputError(
-            f"{name} was {_text(then)} in the forward, but autograd gives back {_text(now)}: leave its .data alone"
-            " until the backward, and let hooks on saved tensors return what they were given."
-        )
-
-
-def _text(described: tuple[torch.Size, torch.dtype, torch.device] | None) -> str:
-    if described is None:
-        return "absent"
-    shape, dtype, device = described
-    return f"{dtype} {list(shape)} on {device}"
 
 
 def _pick_wanted(ctx: Any, found: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -94,4 +75,6 @@ class _Backward(torch.autograd.Function):
         a = of.others | dict(zip(TENSORS, tensors, strict=True))
         return _pick_wanted(of, run_backward(of.ready, of.chosen, a, do, dht, factors))
 
-    backward = staticmethod(refuse_second_derivative)
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+        refuse_second_derivative(ctx, *grads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -19,13 +19,12 @@ from kda_tl.device import Device
 from kda_tl.dispatch import Choice, build_program, choose, context, prepare
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.layout import make_layout
-from kda_tl.plain import align, check_kind, check_memory
+from kda_tl.plain import Signature, align, check_gradient, check_memory, describe
 from kda_tl.problem import Problem
 from kda_tl.program import Compute, Program
 from kda_tl.reference import gradient_name, recurrent_kda
 
 Tensor = torch.Tensor
-Signature = tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
 
 
 class Ready(NamedTuple):
@@ -75,11 +74,6 @@ def find_ready(a: dict[str, Any]) -> Ready:
             _ready.clear()
         _ready[key] = found
     return found
-
-
-def describe(tensors: Iterable[Tensor | None]) -> Signature:
-    """What plans and kernels know of tensors; the shapes of what kernels read must be those that they were told."""
-    return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
 
 
 def _make_ready(
@@ -249,10 +243,10 @@ def run_backward(
     p, v = _backward_problem(ready.problem, dht is not None), a["v"]
     program = build_program(backward.choice.plan, p, ready.device, resumed=factors is not None)
     compute, tables = _bind(program, ready.bounds, v.device)
-    do = torch.zeros_like(v) if do is None else _gradient("o", do, v.shape, v.device).to(v.dtype)
+    do = torch.zeros_like(v) if do is None else check_gradient("o", do, v.shape, v.device).to(v.dtype)
     if dht is not None:
         state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
-        dht = _gradient("the final state", dht, (len(ready.bounds) - 1, p.HV, *state), v.device).float()
+        dht = check_gradient("the final state", dht, (len(ready.bounds) - 1, p.HV, *state), v.device).float()
     tensors = _operands(p, a, do=do, dht=dht, **factors or {})
     out = compute(tensors | ready.constants | tables)
     found = {name: out[gradient_name(name)] for name in TENSORS}
@@ -263,18 +257,6 @@ def run_backward(
 def _backward_problem(problem: Problem, final_state: bool) -> Problem:
     """What a backward's kernels are compiled for."""
     return replace(problem, direction="bwd", final_state=final_state, intermediate_states=False).without_lengths()
-
-
-def _gradient(of: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A gradient that came in, checked: hooks may have made another one of it."""
-    check_kind(f"the gradient of {of}", x)
-    if x.shape != shape or x.device != device:
-        raise InputError(
-            f"the gradient of {of} must be {list(shape)} on {device}, got {list(x.shape)} on {x.device}: see to what"
-            " hooks make of it."
-        )
-    check_memory(f"the gradient of {of}", x)
-    return x
 
 
 def run_reference(ready: Ready, a: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from kda_tl.errors import InputError, UnsupportedError
 
 Tensor = torch.Tensor
+Signature = tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _count_dispatch_modes, _count_function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
@@ -146,3 +147,38 @@ def check_memory(name: str, x: Tensor) -> None:
             f"{name} has no memory of its own: it was freed (as FSDP frees parameters between uses), or stands for"
             " another tensor inside a transform. Pass a tensor that holds its values."
         )
+
+
+def describe(tensors: Iterable[Tensor | None]) -> Signature:
+    """What plans and kernels know of tensors; the shapes of what kernels read must be those that they were told."""
+    return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+
+
+def check_gradient(of: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A gradient that came in, checked: hooks may have made another one of it."""
+    check_kind(f"the gradient of {of}", x)
+    if x.shape != shape or x.device != device:
+        raise InputError(
+            f"the gradient of {of} must be {list(shape)} on {device}, got {list(x.shape)} on {x.device}: see to what"
+            " hooks make of it."
+        )
+    check_memory(f"the gradient of {of}", x)
+    return x
+
+
+def check_saved(names: tuple[str, ...], saved: tuple[Tensor | None, ...], saved_as: Signature) -> None:
+    """Hooks give back what they like, and ``x.data = y`` goes unnoticed by autograd."""
+    found = describe(saved)
+    if found != saved_as:
+        name, now, then = next(x for x in zip(names, found, saved_as, strict=True) if x[1] != x[2])
+        raise InputError(
+            f"{name} was {_text(then)} in the forward, but autograd gives back {_text(now)}: leave its .data alone"
+            " until the backward, and let hooks on saved tensors return what they were given."
+        )
+
+
+def _text(described: tuple[torch.Size, torch.dtype, torch.device] | None) -> str:
+    if described is None:
+        return "absent"
+    shape, dtype, device = described
+    return f"{dtype} {list(shape)} on {device}"

@@ -10,9 +10,7 @@ import pytest
 import torch
 from cases import SMALL, draw_call, forget_compilers, operator_arguments, scatter
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -228,6 +226,8 @@ def test_plain_calls(a: Arguments, plain_only: None) -> None:
 
 
 def test_fake_tensors(leaves: Arguments) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 3 s
+
     mode = FakeTensorMode()
     fakes = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in leaves.items()}
     o, ht = chunk_kda(**fakes)
@@ -245,6 +245,8 @@ def test_fake_tensors(leaves: Arguments) -> None:
 
 @pytest.mark.parametrize("how", ({}, {"pre_dispatch": True}, {"tracing_mode": "symbolic"}), ids=str)
 def test_make_fx(how: dict[str, Any], a: Arguments) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     others = {name: x for name, x in a.items() if name not in TENSORS}
 
     def run(*tensors: Tensor) -> Any:
@@ -259,6 +261,8 @@ def test_make_fx(how: dict[str, Any], a: Arguments) -> None:
 
 def test_make_fx_of_gradients(leaves: Arguments) -> None:
     """Of a call and its backward, and of the backward of a call that was made before."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     run, do = of_q(leaves), torch.randn_like(leaves["v"])
     o = run(leaves["q"])
     functions: tuple[tuple[Callable[..., Any], int], ...] = (
