@@ -6,6 +6,7 @@ All functions take the operator's arguments by name, as its ``locals()``.
 from __future__ import annotations
 
 import numbers
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,15 +15,56 @@ from kda_tl.device import Device, cpu_device, cuda_device
 from kda_tl.dispatch import DEFAULT_BT
 from kda_tl.errors import InputError
 from kda_tl.kernel import NAME_OF_DTYPE
+from kda_tl.layout import dense_bounds, packed_bounds
+from kda_tl.plain import check_kind
 from kda_tl.problem import LOWER_BOUND_RANGE, Problem
 from kda_tl.stage import BT_CHOICES
 
 Tensor = torch.Tensor
+MAX_FP32 = torch.finfo(torch.float32).max
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+pick_tensors = itemgetter(*TENSORS)
 
 
 def parse_problem(a: dict[str, Any], bounds: tuple[int, ...]) -> tuple[Problem, Device, int | None]:
     """Validates the arguments of chunk_kda; see there. Returns the problem, its device and the chunk size asked for."""
+    problem, q = _pose_problem(a, bounds), a["q"]
+    device = cuda_device(q.device.index or 0) if q.is_cuda else cpu_device()
+    return problem, device, a["chunk_size"] or (DEFAULT_BT if a["return_intermediate_states"] else None)
+
+
+def check_call(a: dict[str, Any]) -> None:
+    """Raises InputError for what :func:`parse_problem` refuses, without looking for the device.
+
+    Values are not read, and of symbolic sizes nothing is asked: the call is checked again when it runs.
+    """
+    check_tensors(a)
+    check_flags(a)
+    if all(isinstance(size, int) for name in ("q", "v") for size in a[name].shape):
+        _pose_problem(a, assume_bounds(a))
+
+
+def token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
+    """Where sequences begin and end among the flattened tokens."""
+    if a["cu_seqlens"] is None:
+        if a["cu_seqlens_cpu"] is not None:
+            raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
+        shape = a["q"].shape
+        return dense_bounds(shape[0], shape[1])
+    check_tensors(a)
+    if a["q"].shape[0] != 1:
+        raise InputError(f"cu_seqlens needs B=1, got B={a['q'].shape[0]}: flatten the batch into the tokens.")
+    return packed_bounds(a["cu_seqlens"], a["cu_seqlens_cpu"], a["q"].shape[1])
+
+
+def assume_bounds(a: dict[str, Any]) -> tuple[int, ...]:
+    """As many sequences as the call has; their lengths may be on the device, where only the call itself reads them."""
+    if a["cu_seqlens"] is None:
+        return token_bounds(a)
+    return *[0] * max(a["cu_seqlens"].numel() - 1, 1), a["q"].shape[1]
+
+
+def _pose_problem(a: dict[str, Any], bounds: tuple[int, ...]) -> Problem:
     check_tensors(a)
     check_flags(a)
     _check_shapes(a)
@@ -51,17 +93,17 @@ def parse_problem(a: dict[str, Any], bounds: tuple[int, ...]) -> tuple[Problem, 
         state_v_first=bool(a["state_v_first"]),
     )
     _check_state(a["initial_state"], problem)
-    device = cuda_device(q.device.index or 0) if q.is_cuda else cpu_device()
-    return problem, device, a["chunk_size"] or (DEFAULT_BT if a["return_intermediate_states"] else None)
+    return problem
 
 
 def check_tensors(a: dict[str, Any]) -> None:
-    """Types, ranks, dtypes and devices. Raises InputError."""
+    """Types, kinds, ranks, dtypes and devices. Raises InputError."""
     q = a["q"]
     for name, rank in (("q", 4), ("k", 4), ("v", 4), ("g", 4), ("beta", 3)):
         x = a[name]
         if not isinstance(x, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+        check_kind(name, x)
         if x.dim() != rank:
             shape = "[B, T, HV]" if name == "beta" else "[B, T, heads, channels]"
             raise InputError(f"{name} must have {rank} dimensions, {shape}; got shape {list(x.shape)}.")
@@ -76,8 +118,10 @@ def check_tensors(a: dict[str, Any]) -> None:
     if q.device.type not in ("cpu", "cuda"):
         raise InputError(f"tensors must be on a CUDA device or the CPU, got {q.device}.")
     for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu"):
-        if a[name] is not None and not isinstance(a[name], Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(a[name]).__name__}.")
+        if a[name] is not None:
+            if not isinstance(a[name], Tensor):
+                raise InputError(f"{name} must be a torch.Tensor, got {type(a[name]).__name__}.")
+            check_kind(name, a[name])
     for name in ("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"):
         x = a[name]
         if x is not None and x.device != q.device:
@@ -87,11 +131,25 @@ def check_tensors(a: dict[str, Any]) -> None:
 def needs_gradients(a: dict[str, Any]) -> bool:
     """Whether autograd must record the call."""
     if torch.is_grad_enabled():
-        for name in TENSORS:
-            x = a[name]
+        for x in pick_tensors(a):
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def cast_as_autocast(a: dict[str, Any]) -> dict[str, Any]:
+    """The arguments under ``torch.autocast``: q, k and v of different dtypes get autocast's, as a product's would.
+
+    q, k and v of one dtype stay as they are, and so does everything else: the kernels take any mixture of those.
+    Gradients come back in the dtype that was given.
+    """
+    q, k, v = (a[name] for name in ("q", "k", "v"))
+    if not all(isinstance(x, Tensor) and x.dtype in NAME_OF_DTYPE for x in (q, k, v)) or q.dtype == k.dtype == v.dtype:
+        return a
+    if q.device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(q.device.type):
+        return a
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return {**a, "q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
 
 
 def find_state_layout(old: bool | None, new: bool) -> bool:
@@ -108,6 +166,9 @@ def check_flags(a: dict[str, Any]) -> None:
     for name in ("scale", "lower_bound"):
         if a[name] is not None and not isinstance(a[name], numbers.Real):
             raise InputError(f"{name} must be a number or None, got {type(a[name]).__name__}.")
+    scale = a["scale"]
+    if scale is not None and not -MAX_FP32 <= scale <= MAX_FP32:
+        raise InputError(f"scale must be a finite fp32 number, got {scale}: leave it out for K ** -0.5.")
     if use_gate and a["safe_gate"] and lower_bound is None:
         raise InputError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, for example -5.0.")
     if lower_bound is not None and not low <= lower_bound < high:

@@ -6,13 +6,15 @@ The forward keeps its inputs and nothing else, and the backward computes the int
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from kda_tl.arguments import TENSORS
 from kda_tl.call import Ready, choose_backward, run_backward, run_forward, run_keeping
-from kda_tl.errors import UnsupportedError
+from kda_tl.opaque import differentiate_opaque, refuse_second_derivative
+from kda_tl.plain import check_saved, describe, is_plain, needs_operator
 from kda_tl.program import Compute
 
 
@@ -33,6 +35,7 @@ class _Forward(torch.autograd.Function):
             (o, ht, *states), factors = run_keeping(ready, ctx.chosen.factors, a)
         else:
             o, ht, *states = run_forward(ready, compute, a)
+        ctx.saved_as = ready.signature + describe(factors.values())
         # autograd then frees them, and tells if one is written to before the backward
         ctx.save_for_backward(*tensors, *factors.values())
         ctx.mark_non_differentiable(*states)
@@ -40,10 +43,21 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, *_states: None) -> Any:
-        saved, names = ctx.saved_tensors, ctx.chosen.factors
-        factors = dict(zip(names, saved[len(TENSORS) :], strict=True)) if names else None
-        tensors = saved[: len(TENSORS)]
+        saved, names = ctx.saved_tensors, (*TENSORS, *ctx.chosen.factors)
+        gradients = {"the gradient of o": do, "the gradient of the final state": dht}
+        if not is_plain((do, dht, *saved)) and needs_operator(gradients | dict(zip(names, saved, strict=True))):
+            a = ctx.others | dict(zip(TENSORS, saved, strict=False))
+            found = differentiate_opaque(a, do, dht)
+            return None, None, None, *_pick_wanted(ctx, found)
+        check_saved(names, saved, ctx.saved_as)
+        tensors, kept = saved[: len(TENSORS)], saved[len(TENSORS) :]
+        factors = dict(zip(ctx.chosen.factors, kept, strict=True)) if kept else None
         return None, None, None, *_Backward.apply(ctx, factors, do, dht, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _pick_wanted(ctx: Any, found: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    wanted = ctx.needs_input_grad[-len(TENSORS) :]
+    return tuple(found[name] if want else None for name, want in zip(TENSORS, wanted, strict=True))
 
 
 class _Backward(torch.autograd.Function):
@@ -59,12 +73,8 @@ class _Backward(torch.autograd.Function):
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         a = of.others | dict(zip(TENSORS, tensors, strict=True))
-        found = run_backward(of.ready, of.chosen, a, do, dht, factors)
-        wanted = of.needs_input_grad[-len(TENSORS) :]
-        return tuple(found[name] if want else None for name, want in zip(TENSORS, wanted, strict=True))
+        return _pick_wanted(of, run_backward(of.ready, of.chosen, a, do, dht, factors))
 
     @staticmethod
-    def backward(ctx: Any, *_grads: torch.Tensor | None) -> NoReturn:
-        raise UnsupportedError(
-            "chunk_kda has no second derivative: differentiate once, or use kda_tl.reference.recurrent_kda."
-        )
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+        refuse_second_derivative(ctx, *grads)

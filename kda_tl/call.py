@@ -9,15 +9,17 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from kda_tl.arguments import TENSORS, check_flags, check_tensors, parse_problem
+from kda_tl.arguments import TENSORS, check_flags, check_tensors, parse_problem, pick_tensors, token_bounds
 from kda_tl.device import Device
 from kda_tl.dispatch import Choice, build_program, choose, context, prepare
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
-from kda_tl.layout import dense_bounds, make_layout, packed_bounds
+from kda_tl.layout import make_layout
+from kda_tl.plain import Signature, align, check_gradient, check_memory, describe
 from kda_tl.problem import Problem
 from kda_tl.program import Compute, Program
 from kda_tl.reference import gradient_name, recurrent_kda
@@ -28,6 +30,7 @@ Tensor = torch.Tensor
 class Ready(NamedTuple):
     """What a call needs besides its tensors; the same for all calls of one signature."""
 
+    signature: Signature
     problem: Problem
     device: Device
     chunk_size: int | None
@@ -37,7 +40,7 @@ class Ready(NamedTuple):
     constants: dict[str, Any]  # what pipelines take besides the caller's tensors
 
 
-_FLAGS = (
+_pick_flags = itemgetter(
     "scale",
     "output_final_state",
     "use_qk_l2norm_in_kernel",
@@ -57,17 +60,16 @@ _READY_LIMIT = 4096
 def find_ready(a: dict[str, Any]) -> Ready:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
-        tensors = [None if a[name] is None else (a[name].shape, a[name].dtype, a[name].device) for name in TENSORS]
-        flags = [a[name] for name in _FLAGS]
-        key = (*tensors, *flags, a["cu_seqlens"] is None, token_bounds(a), context())
+        signature = describe(pick_tensors(a))
+        key = (signature, _pick_flags(a), a["cu_seqlens"] is None, token_bounds(a), context())
         found = _ready.get(key)
-    except (AttributeError, TypeError):  # not a tensor, not hashable: let the checks say it
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no sizes: let the checks say it
         check_tensors(a)
         check_flags(a)
         raise
     if found is None:
         problem, device, chunk_size = parse_problem(a, key[-2])
-        found = _make_ready(a, problem, device, chunk_size, key[-2])
+        found = _make_ready(a, signature, problem, device, chunk_size, key[-2])
         if len(_ready) >= _READY_LIMIT:
             _ready.clear()
         _ready[key] = found
@@ -75,7 +77,12 @@ def find_ready(a: dict[str, Any]) -> Ready:
 
 
 def _make_ready(
-    a: dict[str, Any], problem: Problem, device: Device, chunk_size: int | None, bounds: tuple[int, ...]
+    a: dict[str, Any],
+    signature: Signature,
+    problem: Problem,
+    device: Device,
+    chunk_size: int | None,
+    bounds: tuple[int, ...],
 ) -> Ready:
     """Chooses a plan and compiles it."""
     choice, program = prepare(problem, device, chunk_size)
@@ -87,7 +94,7 @@ def _make_ready(
         unwanted = () if a["return_intermediate_states"] else ("h",)
         compute, tables = _bind(program, bounds, a["q"].device, unwanted, views=(("o", tuple(a["v"].shape)),))
         constants |= tables
-    return Ready(problem, device, chunk_size, choice, compute, bounds, constants)
+    return Ready(signature, problem, device, chunk_size, choice, compute, bounds, constants)
 
 
 def _bind(
@@ -103,32 +110,31 @@ def _bind(
     return program.bind(layout.sizes, where, unwanted, kept, views), layout.tables
 
 
-def token_bounds(a: dict[str, Any]) -> tuple[int, ...]:
-    """Where sequences begin and end among the flattened tokens."""
-    if a["cu_seqlens"] is None:
-        if a["cu_seqlens_cpu"] is not None:
-            raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
-        return dense_bounds(a["q"].shape[0], a["q"].shape[1])
-    check_tensors(a)
-    if a["q"].shape[0] != 1:
-        raise InputError(f"cu_seqlens needs B=1, got B={a['q'].shape[0]}: flatten the batch into the tokens.")
-    return packed_bounds(a["cu_seqlens"], a["cu_seqlens_cpu"], a["q"].shape[1])
-
-
-def _operands(p: Problem, a: dict[str, Any], **more: Tensor) -> dict[str, Any]:
+def _operands(p: Problem, a: dict[str, Any], **more: Tensor | None) -> dict[str, Any]:
     """The caller's tensors as pipelines take them."""
-    tensors: dict[str, Any] = {name: _aligned(a[name]) for name in ("q", "k", "v", "g", "beta")}
-    tensors |= {name: _aligned(x) for name, x in more.items()}
-    parameters = {
-        "A_log": _parameter(a["A_log"]) if p.has_A_log else None,
-        "dt_bias": _parameter(a["dt_bias"]) if p.has_dt_bias else None,
+    tensors: dict[str, Any] = {
+        "q": a["q"],
+        "k": a["k"],
+        "v": a["v"],
+        "g": a["g"],
+        "beta": a["beta"],
+        "A_log": _parameter("A_log", a["A_log"]) if p.has_A_log else None,
+        "dt_bias": _parameter("dt_bias", a["dt_bias"]) if p.has_dt_bias else None,
+        "h0": a["initial_state"],
+        **more,
     }
-    if not a["q"].is_cuda:  # replays read addresses, for which all of this has its shape already
-        tensors = {name: x.flatten(0, 1) for name, x in tensors.items()}
-        shapes = {"A_log": (p.HV,), "dt_bias": (p.HV, p.K)}
-        parameters = {name: None if x is None else x.view(shapes[name]) for name, x in parameters.items()}
-    tensors |= parameters
-    tensors["h0"] = _aligned(a["initial_state"]) if p.initial_state else None
+    if a["q"].is_cuda:  # replays read addresses, for which all of this has its shape already
+        return align(tensors)
+    for name, x in tensors.items():
+        if x is not None:  # a read beyond a tensor's memory would end the process
+            check_memory(name, x)
+    tensors = align(tensors)
+    for name in ("q", "k", "v", "g", "beta", "do"):
+        if name in tensors:
+            tensors[name] = tensors[name].flatten(0, 1)
+    for name, shape in (("A_log", (p.HV,)), ("dt_bias", (p.HV, p.K))):
+        if tensors[name] is not None:
+            tensors[name] = tensors[name].view(shape)
     return tensors
 
 
@@ -234,22 +240,31 @@ def run_backward(
         dht: gradient of the final state, absent if None.
         factors: of :func:`run_keeping`; computed again if None.
     """
-    p = replace(ready.problem, direction="bwd", final_state=dht is not None, intermediate_states=False)
-    where = a["q"].device
-    program = build_program(backward.choice.plan, p.without_lengths(), ready.device, resumed=factors is not None)
-    compute, tables = _bind(program, ready.bounds, where)
-    do = torch.zeros_like(a["v"]) if do is None else do.to(a["v"].dtype)
-    tensors = _operands(p, a, do=do) | {"dht": None if dht is None else _aligned(dht.float())}
-    # hooks on saved tensors (offloading) may give them back anywhere in memory
-    tensors |= {name: None if x is None else _aligned(x) for name, x in (factors or {}).items()}
+    p, v = _backward_problem(ready.problem, dht is not None), a["v"]
+    program = build_program(backward.choice.plan, p, ready.device, resumed=factors is not None)
+    compute, tables = _bind(program, ready.bounds, v.device)
+    do = torch.zeros_like(v) if do is None else check_gradient("o", do, v.shape, v.device).to(v.dtype)
+    if dht is not None:
+        state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+        dht = check_gradient("the final state", dht, (len(ready.bounds) - 1, p.HV, *state), v.device).float()
+    tensors = _operands(p, a, do=do, dht=dht, **factors or {})
     out = compute(tensors | ready.constants | tables)
     found = {name: out[gradient_name(name)] for name in TENSORS}
     return {name: None if x is None else x.view(a[name].shape).to(a[name].dtype) for name, x in found.items()}
 
 
+@functools.lru_cache(maxsize=512)
+def _backward_problem(problem: Problem, final_state: bool) -> Problem:
+    """What a backward's kernels are compiled for."""
+    return replace(problem, direction="bwd", final_state=final_state, intermediate_states=False).without_lengths()
+
+
 def run_reference(ready: Ready, a: dict[str, Any]) -> Any:
     """The recurrence in plain PyTorch: where no compiler was found, and for calls without tokens."""
     p = ready.problem
+    for name in TENSORS:
+        if a[name] is not None:
+            check_memory(name, a[name])
     if ready.choice.plan is None:
         _warn_reference(ready.choice.reason)
     if a["return_intermediate_states"] and p.tokens:
@@ -286,11 +301,8 @@ def _warn_reference(reason: str) -> None:
         warnings.warn(f"chunk_kda is slow here: {reason}.", KdaTlWarning, stacklevel=4)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous and on a 16-byte boundary, as vector loads need; a copy only where it is not."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def _parameter(x: Tensor) -> Tensor:
-    return _aligned(x if x.dtype == torch.float32 else x.float())
+def _parameter(name: str, x: Tensor) -> Tensor:
+    if x.dtype == torch.float32:
+        return x
+    check_memory(name, x)
+    return x.float()

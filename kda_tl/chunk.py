@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 
-from kda_tl.arguments import check_tensors, find_state_layout, needs_gradients, parse_problem
+from kda_tl.arguments import (
+    cast_as_autocast,
+    check_tensors,
+    find_state_layout,
+    needs_gradients,
+    parse_problem,
+    token_bounds,
+)
 from kda_tl.autograd import run_differentiable
-from kda_tl.call import find_ready, run_forward, run_reference, token_bounds
+from kda_tl.call import find_ready, run_forward, run_reference
 from kda_tl.dispatch import Choice, choose
-from kda_tl.opaque import run_opaque
+from kda_tl.opaque import name_arguments, run_opaque
+from kda_tl.plain import is_plain, needs_operator
 
 Tensor = torch.Tensor
 
@@ -52,7 +60,7 @@ def chunk_kda(
         v: values, [B, T, HV, V], dtype of q; V at most 256, HV a multiple of H.
         g: log decay in nats, [B, T, HV, K], bf16, fp16 or fp32; with ``use_gate_in_kernel`` the raw gate.
         beta: step size, [B, T, HV], bf16, fp16 or fp32; with ``use_beta_sigmoid_in_kernel`` its logit.
-        scale: factor of q, K ** -0.5 unless given.
+        scale: factor of q, a finite number, K ** -0.5 unless given.
         initial_state: fp32 [N, HV, K, V] ([N, HV, V, K] with ``state_v_first``), N sequences; zeros unless given.
         output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) over K.
@@ -70,6 +78,7 @@ def chunk_kda(
         state_v_first: states are [V, K].
         cu_seqlens: int32 or int64 [N + 1], bounds of packed sequences, which may be empty; B must be 1.
         cu_seqlens_cpu: the same on the host; without it, a device ``cu_seqlens`` is read back once, when first seen.
+            With it, a device ``cu_seqlens`` is never read, so the two are compared only where both are on the host.
         return_intermediate_states: also return the state before each chunk, in the dtype of q, with chunks of
             ``chunk_size`` (64 unless given) tokens. Plans that keep no states are passed over.
         chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given. The backward cuts its chunks so too
@@ -81,9 +90,21 @@ def chunk_kda(
         final_state: fp32, like initial_state, or None. Intermediate states: [B, chunks, HV, K, V]
         ([B, chunks, HV, V, K] with ``state_v_first``), B = 1 and all sequences' chunks in order if packed.
 
+    Tensors: plain ones, and parameters, go straight to the kernels. Calls on subclasses, fake tensors and under modes
+    of PyTorch's dispatch (``make_fx``, FLOP counters) are one call of the operator ``torch.ops.kda_tl.chunk_kda``.
+    Refused are DTensors, sparse and nested tensors, tensors without memory, and calls inside the transforms of
+    ``torch.func``, forward mode or ``torch.jit.trace``.
+
+    Autocast: q, k and v of different dtypes are cast to autocast's dtype, and their gradients come back in their own.
+    If they have one dtype they keep it, fp32 too; g, beta, parameters and states are never cast.
+
+    Numerics: a NaN in k, v, g or beta, or an infinity in v, reaches not only the tokens after it but also back to the
+    start of its chunk, since products over a whole chunk multiply it by zero. Other sequences, and heads that do not
+    share it, stay clean.
+
     Raises:
         InputError: an argument cannot be used; the message says what to pass instead.
-        UnsupportedError: a second derivative is needed.
+        UnsupportedError: a second derivative is needed, or a transform of PyTorch's that kernels do not have.
         CompileError: a kernel does not compile on this device.
 
     Source: Kimi Linear, arXiv:2510.26692; names and semantics of FLA v0.6.0 ``fla.ops.kda.chunk_kda``.
@@ -93,15 +114,23 @@ def chunk_kda(
         if not torch.compiler.is_compiling():  # a warning cannot be traced
             text = "transpose_state_layout is the old name of state_v_first: pass that."
             warnings.warn(text, DeprecationWarning, stacklevel=2)
-    if torch.compiler.is_compiling():
-        return run_opaque(
+    compiling = torch.compiler.is_compiling()
+    if compiling or not is_plain((q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu)):
+        named = name_arguments(
             *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
             *(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound),
             *(A_log, dt_bias, state_v_first, cu_seqlens, cu_seqlens_cpu, return_intermediate_states, chunk_size),
         )
+        if compiling or needs_operator(named):
+            return run_opaque(cast_as_autocast(named))
+        del named  # autograd keeps what is local here
     arguments = locals()
+    if torch._C._is_any_autocast_enabled():
+        arguments = cast_as_autocast(arguments)
     ready = find_ready(arguments)
     if ready.compute is None:
+        if not ready.problem.tokens and needs_gradients(arguments):  # those of parameters are zeros, not None
+            return run_opaque(arguments)
         return run_reference(ready, arguments)
     run = run_differentiable if needs_gradients(arguments) else run_forward
     if q.is_cuda and torch.cuda.current_device() != q.device.index:
@@ -122,7 +151,8 @@ def explain(*args: Any, **kwargs: Any) -> Choice:
 
     bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
     bound.apply_defaults()
-    a = bound.arguments
+    a = cast_as_autocast(bound.arguments)
+    needs_operator(a)  # or it refuses them
     a["state_v_first"] = find_state_layout(a["transpose_state_layout"], a["state_v_first"])
     check_tensors(a)
     problem, device, chunk_size = parse_problem(a, token_bounds(a))

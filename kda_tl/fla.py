@@ -13,8 +13,14 @@ import os
 import warnings
 from typing import Any
 
-from kda_tl.arguments import check_tensors, find_state_layout, needs_gradients, parse_problem
-from kda_tl.call import token_bounds
+from kda_tl.arguments import (
+    assume_bounds,
+    cast_as_autocast,
+    check_tensors,
+    find_state_layout,
+    needs_gradients,
+    parse_problem,
+)
 from kda_tl.chunk import chunk_kda
 from kda_tl.dispatch import choose
 from kda_tl.errors import KdaTlError, KdaTlWarning, UnsupportedError
@@ -152,20 +158,12 @@ def _find_reason(given: dict[str, Any]) -> str | None:
             "kda_tl makes its chunk tables on the host, so a captured call cannot follow another cu_seqlens:"
             " use_graph=True is FLA's own."
         )
-    a = _OURS | given
+    a = cast_as_autocast(_OURS | given)
     a["state_v_first"] = find_state_layout(a["transpose_state_layout"], a["state_v_first"])
     check_tensors(a)
-    problem, device, chunk_size = parse_problem(a, _assume_bounds(a))
+    problem, device, chunk_size = parse_problem(a, assume_bounds(a))
     if needs_gradients(a) and a["return_intermediate_states"]:
         return "kda_tl's intermediate states carry no gradient: call it under torch.no_grad()."
     if choose(problem, device, chunk_size).plan is None and a["q"].is_cuda:  # on the CPU FLA has no kernels either
         return f"kda_tl has no kernels for this GPU: {explain_missing(device)} (see `kda-tl doctor`)."
     return None
-
-
-def _assume_bounds(a: dict[str, Any]) -> tuple[int, ...]:
-    """As many sequences as the call has; their lengths may be on the device, where only the call itself reads them."""
-    cu_seqlens = a["cu_seqlens"]
-    if cu_seqlens is None:
-        return token_bounds(a)
-    return *[0] * max(cu_seqlens.numel() - 1, 1), a["q"].shape[1]

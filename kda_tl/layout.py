@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kda_tl.errors import InputError
+from kda_tl.plain import check_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,27 +122,13 @@ def packed_bounds(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None,
     """Token bounds on the host, checked.
 
     A device tensor that comes without ``cu_seqlens_cpu`` is copied to the host the first time it is seen, which waits
-    for the device once; a tensor that PyTorch knows to be unchanged is remembered for as long as it lives. Tensors
-    made under ``torch.inference_mode`` carry no version, so they are read at every call.
+    for the device once; one that comes with it is never read. Both are read, and compared, where both are on the host.
 
     Raises:
-        InputError: not integer, not 1-D, not from 0 to ``tokens``, decreasing, or not of the host copy's length.
+        InputError: not integer, not 1-D, not from 0 to ``tokens``, decreasing, or not what the host copy holds.
     """
     source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    version = None if source.is_inference() else source._version
-    known = _seen.get(source)
-    if known is not None and known[0] == version:
-        bounds = known[1]
-    else:
-        if source.dim() != 1 or source.dtype not in _INTEGERS or len(source) < 2:
-            raise InputError(
-                f"cu_seqlens must be a 1-D int32 or int64 tensor [0, ..., T], got {source.dtype} {list(source.shape)}."
-            )
-        bounds = tuple(source.tolist())
-        if any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
-            raise InputError("cu_seqlens must not decrease: pass the running sum of the sequence lengths.")
-        if version is not None:
-            _seen[source] = (version, bounds)
+    bounds = _read_bounds(source)
     if source is not cu_seqlens and (cu_seqlens.shape != source.shape or cu_seqlens.dtype not in _INTEGERS):
         raise InputError(
             "cu_seqlens must be a 1-D int32 or int64 tensor of which cu_seqlens_cpu is the copy, got "
@@ -149,4 +136,32 @@ def packed_bounds(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None,
         )
     if bounds[0] != 0 or bounds[-1] != tokens:
         raise InputError(f"cu_seqlens must start at 0 and end at T={tokens}, got {bounds[0]} and {bounds[-1]}.")
+    if source is not cu_seqlens and cu_seqlens.is_cpu and (held := _read_bounds(cu_seqlens)) != bounds:
+        i = next(i for i, pair in enumerate(zip(held, bounds, strict=True)) if pair[0] != pair[1])
+        raise InputError(
+            f"cu_seqlens_cpu must be a copy of cu_seqlens, but they hold {bounds[i]} and {held[i]} at index {i}:"
+            " copy it anew, or leave it out."
+        )
+    return bounds
+
+
+def _read_bounds(source: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's values. Those of one that PyTorch knows to be unchanged are remembered for as long as it lives.
+
+    Tensors made under ``torch.inference_mode`` carry no version, so they are read at every call.
+    """
+    version = None if source.is_inference() else source._version
+    known = _seen.get(source)
+    if known is not None and known[0] == version:
+        return known[1]
+    if source.dim() != 1 or source.dtype not in _INTEGERS or len(source) < 2:
+        raise InputError(
+            f"cu_seqlens must be a 1-D int32 or int64 tensor [0, ..., T], got {source.dtype} {list(source.shape)}."
+        )
+    check_memory("cu_seqlens", source)
+    bounds = tuple(source.tolist())
+    if any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise InputError("cu_seqlens must not decrease: pass the running sum of the sequence lengths.")
+    if version is not None:
+        _seen[source] = (version, bounds)
     return bounds

@@ -1,17 +1,19 @@
-"""``chunk_kda`` for ``torch.compile``: one opaque operator forward and one backward, ``torch.ops.kda_tl.*``.
+"""``chunk_kda`` as PyTorch sees it: one opaque operator forward and one backward, ``torch.ops.kda_tl.*``.
 
-Eager calls do not pass here: PyTorch's operator layer costs more host time than the rest of a call. Absent tensors are
-empty ones, because operators return no None. ``disable_recompute`` does not pass: what an operator returns is fixed, so
-the backward always computes the intermediates again, to the same gradients.
+Here pass calls inside ``torch.compile`` and those that are not plain (:mod:`kda_tl.plain`). Plain eager calls do not:
+PyTorch's operator layer costs more host time than the rest of a call. Absent tensors are empty ones, because operators
+return no None. ``disable_recompute`` does not pass: what an operator returns is fixed, so the backward always computes
+the intermediates again, to the same gradients.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 
-from kda_tl.arguments import TENSORS
+from kda_tl.arguments import TENSORS, check_call
 from kda_tl.call import choose_backward, find_ready, run_backward, run_forward, run_reference
 from kda_tl.dispatch import DEFAULT_BT
 from kda_tl.errors import UnsupportedError
@@ -40,27 +42,33 @@ _TYPES = dict.fromkeys(("q", "k", "v", "g", "beta"), "Tensor") | {
 _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _TYPES.items())
 
 
-def run_opaque(*arguments: Any) -> Any:
-    """:func:`kda_tl.chunk_kda` with the arguments of ``_TYPES`` in order, as one node of a compiled graph."""
-    a = dict(zip(_TYPES, arguments, strict=True))
-    o, ht, h = _forward(*arguments)
+def name_arguments(*arguments: Any) -> dict[str, Any]:
+    """The operator's arguments, which are those of ``_TYPES`` in order, by name."""
+    return dict(zip(_TYPES, arguments, strict=True))
+
+
+def run_opaque(a: Mapping[str, Any]) -> Any:
+    """:func:`kda_tl.chunk_kda` with these arguments, as one node of a graph."""
+    if not torch.compiler.is_compiling():  # compiled calls are checked when they run
+        check_call(dict(a))
+    o, ht, h = _forward(*(a[name] for name in _TYPES))
     final = ht if a["output_final_state"] else None
     return (o, final, h) if a["return_intermediate_states"] else (o, final)
 
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    a = dict(zip(_TYPES, arguments, strict=True))
+    a = name_arguments(*arguments)
     ready = find_ready(a)
-    if ready.compute is None:
-        with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(a["q"]):
+        if ready.compute is None:
             o, ht, *h = run_reference(ready, a)
-    else:
-        o, ht, *h = run_forward(ready, ready.compute, a)
+        else:
+            o, ht, *h = run_forward(ready, ready.compute, a)
     return o, _empty(o) if ht is None else ht, h[0].contiguous() if h else _empty(o)
 
 
 def _run_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    a = dict(zip(_TYPES, arguments, strict=True))
+    a = name_arguments(*arguments)
     q, v, packed = a["q"], a["v"], a["cu_seqlens"] is not None
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     state = (HV, V, K) if a["state_v_first"] else (HV, K, V)
@@ -75,22 +83,23 @@ def _run_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _differentiate(do: Tensor, dht: Tensor | None, *arguments: Any) -> list[Tensor]:
-    a = dict(zip(_TYPES, arguments, strict=True))
+    a = name_arguments(*arguments)
     ready = find_ready(a)
     if ready.problem.tokens == 0:  # the final state is the initial one, and nothing else plays a part
         zeros = {name: _empty(do) if a[name] is None else torch.zeros_like(a[name]) for name in TENSORS}
         return list((zeros if dht is None else zeros | {"initial_state": dht.clone()}).values())
     if ready.compute is None:
         raise UnsupportedError(
-            f"gradients of the reference path are not to be had inside torch.compile, and {ready.choice.reason}:"
-            " install a compiler, or keep chunk_kda out of what is compiled."
+            "gradients of the reference path are not to be had inside torch.compile or under PyTorch's dispatch modes,"
+            f" and {ready.choice.reason}: install a compiler, or keep chunk_kda out of what is compiled."
         )
-    found = run_backward(ready, choose_backward(ready), a, do, dht)
+    with torch.cuda.device_of(do):
+        found = run_backward(ready, choose_backward(ready), a, do, dht)
     return [_empty(do) if (grad := found[name]) is None else grad for name in TENSORS]
 
 
 def _differentiate_fake(do: Tensor, dht: Tensor | None, *arguments: Any) -> list[Tensor]:
-    a = dict(zip(_TYPES, arguments, strict=True))
+    a = name_arguments(*arguments)
     return [_empty(do) if a[name] is None else a[name].new_empty(a[name].shape) for name in TENSORS]
 
 
@@ -99,7 +108,8 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = dict(zip(_TYPES, inputs, strict=True))
+    a = name_arguments(*inputs)
+    ctx.set_materialize_grads(False)
     tensors = [name for name, kind in _TYPES.items() if kind.startswith("Tensor") and a[name] is not None]
     ctx.save_for_backward(*(a[name] for name in tensors))
     ctx.kept = tensors
@@ -107,12 +117,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(output[2])
 
 
-def _backward(ctx: Any, do: Tensor, dht: Tensor, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
     a = ctx.others | dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-    grads = dict(
-        zip(TENSORS, _backward_op(do, dht if a["output_final_state"] else None, *(a[n] for n in _TYPES)), strict=True)
+    found = differentiate_opaque(a, do, dht if a["output_final_state"] else None)
+    return tuple(found.get(name) for name in _TYPES)
+
+
+def differentiate_opaque(a: Mapping[str, Any], do: Tensor | None, dht: Tensor | None) -> dict[str, Tensor | None]:
+    """Gradients of the tensor arguments by name, as one node of a graph; None for absent ones."""
+    do = torch.zeros_like(a["v"]) if do is None else do
+    found = dict(zip(TENSORS, _backward_op(do, dht, *(a[name] for name in _TYPES)), strict=True))
+    return {name: None if a[name] is None else x for name, x in found.items()}
+
+
+def refuse_second_derivative(_ctx: Any, *_grads: Any) -> NoReturn:
+    """What stands where the backward's own backward would."""
+    raise UnsupportedError(
+        "chunk_kda has no second derivative: differentiate once, or use kda_tl.reference.recurrent_kda."
     )
-    return tuple(grads[name] if name in grads and a[name] is not None else None for name in _TYPES)
 
 
 _forward = torch.library.custom_op(
@@ -127,3 +149,4 @@ _backward_op = torch.library.custom_op(
 )
 _backward_op.register_fake(_differentiate_fake)
 _forward.register_autograd(_backward, setup_context=_keep)
+_backward_op.register_autograd(refuse_second_derivative)

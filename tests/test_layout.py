@@ -120,6 +120,23 @@ def test_host_copy_must_be_a_copy(given: torch.Tensor) -> None:
             packed_bounds(given, torch.tensor([0, 4, 9]), 9)
 
 
+def test_host_copy_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again when either changed."""
+    reads: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or tolist(x))
+    one, copy = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 4, 9])
+    for _ in range(3):
+        assert packed_bounds(one, copy, 9) == (0, 4, 9)
+        assert len(reads) == 2
+    one[1] = 5
+    for _ in range(2):
+        with pytest.raises(InputError, match="cu_seqlens_cpu must be a copy of cu_seqlens, but they hold 4 and 5"):
+            packed_bounds(one, copy, 9)
+    copy[1] = 5
+    assert packed_bounds(one, copy, 9) == (0, 5, 9)
+
+
 def test_changed_cu_seqlens_is_noticed() -> None:
     cu_seqlens = torch.tensor([0, 4, 10])
     assert packed_bounds(cu_seqlens, None, 10) == (0, 4, 10)

@@ -112,3 +112,11 @@ def test_autocast_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     forget_compilers(monkeypatch)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(KdaTlWarning):
         assert relative_error(chunk_kda(**arguments)[0], expected) < 1e-5
+
+
+def test_autocast_casts_mixed_dtypes(seed: int) -> None:
+    """As eager calls do."""
+    arguments = operator_arguments(draw_call(SMALL, (40,), seed, varlen=False))
+    arguments["q"] = arguments["q"].bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(**arguments)[0], chunk_kda(**arguments)[0])

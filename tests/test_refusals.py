@@ -142,6 +142,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         packed(torch.tensor([0, 4, 10]), cu_seqlens_cpu=torch.tensor([0, 10])),
         "cu_seqlens_cpu",
     ),
+    "cu_seqlens_cpu of other values": (
+        packed(torch.tensor([0, 4, 10]), cu_seqlens_cpu=torch.tensor([0, 6, 10])),
+        "cu_seqlens_cpu must be a copy of cu_seqlens, but they hold 6 and 4 at index 1",
+    ),
+    "q sparse": (good(q=good()["q"].to_sparse()), r"q must be a dense tensor.*pass x.to_dense\(\)"),
+    "cu_seqlens sparse": (packed(torch.tensor([0, 10]).to_sparse()), "cu_seqlens must be a dense tensor"),
     "cu_seqlens batch": (good(cu_seqlens=torch.tensor([0, 5])), "cu_seqlens needs B=1, got B=2: flatten"),
     "cu_seqlens_cpu alone": (packed(None, cu_seqlens_cpu=torch.tensor([0, 10])), "pass cu_seqlens too"),
     "allow_neg_eigval": (good(allow_neg_eigval=True), "needs use_beta_sigmoid_in_kernel=True"),
@@ -149,6 +155,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "chunk_size zero": (good(chunk_size=0), "chunk_size must be one of"),
     "chunk_size float": (good(chunk_size=64.0), "chunk_size must be one of"),
     "chunk_size text": (good(chunk_size="64"), "chunk_size must be one of"),
+    "scale NaN": (good(scale=float("nan")), "scale must be a finite fp32 number, got nan"),
+    "scale infinite": (good(scale=-float("inf")), "scale must be a finite fp32 number"),
+    "scale beyond fp32": (good(scale=10**400), "scale must be a finite fp32 number"),
     "scale text": (good(scale="1"), "scale must be a number"),
     "scale tensor": (good(scale=torch.tensor(1.0)), "scale must be a number"),
 }
