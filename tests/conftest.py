@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
 # Files that take minutes begin first, or a process would be left with one of them at the end
-LONGEST = ("test_autograd.py", "test_tuner.py", "test_templates.py", "test_chunk.py", "test_cli_tune.py", "test_cli.py")
+LONGEST = (
+    "test_autograd.py",
+    "test_tuner.py",
+    "test_templates.py",
+    "test_chunk.py",
+    "test_cli_tune.py",
+    "test_cli.py",
+    "test_emulated.py",
+)
 
 with contextlib.suppress(ImportError):  # GPU tests run without it
     from hypothesis import settings

@@ -105,6 +105,7 @@ class Attempt:
 def run_child(folder: Path, tests: Sequence[str]) -> None:
     """Runs pytest and ends the process, in a group of its own: what hangs is ended with its workers."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, and so by what tests start
     output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -10,6 +10,7 @@ import pytest
 
 from kda_tl import static
 from kda_tl.device import cpu_device
+from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError
 from kda_tl.gpus import known_device
 from kda_tl.static import Compiled, compile_static, read_resources
@@ -66,3 +67,15 @@ def test_resources_are_read_from_an_embedded_cubin() -> None:
     cubin = bytes(head) + names + info + table
     assert read_resources(host + cubin) == {"registers": 168, "local_bytes": 48}
     assert read_resources(host) == {"registers": None, "local_bytes": None}
+
+
+def test_verify_fails_the_plans_whose_kernels_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kda_tl.cli import _compile
+    from kda_tl.cli.verify import Subject
+
+    device = known_device("nvidia_h200")
+    workloads = [Workload(name=f"K{K}", T=64, H=1, K=K) for K in (64, 128)]
+    subjects = [Subject(name=w.name, workload=w, plan=default_plan(w.problem(), device)) for w in workloads]
+    monkeypatch.setattr(_compile, "_compile", lambda kernels, *_: {kernels[0][0]: "nvcc said no."})
+    found = list(_compile.check_compiles(subjects, device, 1, None, static=True))  # type: ignore[arg-type]
+    assert [(f.subject, f.passed, f.detail) for f in found] == [("K64", False, "nvcc said no."), ("K128", True, "")]
