@@ -140,7 +140,9 @@ def _operands(p: Problem, a: dict[str, Any], **more: Tensor | None) -> dict[str,
 
 def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
     """Launches the kernels; nothing here waits for the device."""
-    return _view_results(ready, a, compute(_operands(ready.problem, a) | ready.constants))
+    tensors = _operands(ready.problem, a)
+    tensors.update(ready.constants)
+    return _view_results(ready, a, compute(tensors))
 
 
 def run_keeping(ready: Ready, names: tuple[str, ...], a: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:

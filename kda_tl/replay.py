@@ -190,7 +190,8 @@ class Replay:
                     block.numbers[:] = [arguments[name] for name in names]
                 self._numbers = numbers
             self._launch()
-        return results | self._unwanted
+        results.update(self._unwanted)
+        return results
 
     def _launch(self) -> None:
         device = self._device

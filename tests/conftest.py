@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ with contextlib.suppress(ImportError):  # GPU tests run without it
 
 
 def pytest_configure() -> None:
+    # Ignored where tests run in the background, and so by the processes that they start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # In the environment, so that worker processes of a parallel run draw from the same seed.
     os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
 

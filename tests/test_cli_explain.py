@@ -59,8 +59,11 @@ def test_explain_for_a_gpu_that_is_elsewhere(run: Run) -> None:
     code, out, err = run("explain", "--heads", "32", "--tokens", "8192", "--gpu", "h100", "--json")
     (choice,) = json.loads(out)["workloads"]
     assert code == 0 and choice["gpu"] == "nvidia_h100_80gb_hbm3"
-    assert (choice["step"], choice["source"]) == ("same architecture", "packaged")  # a plan tuned on an H200
+    assert (choice["step"], choice["source"]) == ("exact bucket", "packaged") and "heads 8" not in choice["reason"]
     assert "also: nvidia_h100_pcie" in err
+    code, out, _ = run("explain", "--heads", "32", "--tokens", "8192", "--gpu", "nvidia_h100_nvl", "--json")
+    (choice,) = json.loads(out)["workloads"]
+    assert (choice["step"], choice["source"]) == ("same architecture", "packaged")
 
 
 def test_source(run: Run) -> None:
