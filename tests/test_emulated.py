@@ -32,6 +32,9 @@ from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
 LENGTHS = (1, 0, 40, 64)
+# One number a chunk and head, the sum of 4096 terms of either sign: it is about as large as the root of the sum of their
+# squares, by which the terms' roundings count, and for six such sums less than a quarter of it once in 900 draws.
+CANCELLING = {"dA_log_part": 4}
 EMULATED = {"fwd_prep": "prep_recurrence", "bwd_gradients": "prep_scan"}
 
 
@@ -54,7 +57,8 @@ def test_kernel_for_hopper_equals_reference(name: str, seed: int) -> None:
     inputs = next(inputs for recorded, inputs in records if recorded.name == name)
     bare = Case(problem=case.problem.without_lengths(), device=H200, BT=64, BC=16)
     errors = stage_errors(EmulatedKernel(stage, bare, stage.default(bare)), inputs, sizes_of(call, 64))
-    assert max(errors.values()) < stage.tolerance["bf16"], f"{errors} {problem.key}"
+    bounds = {name: stage.tolerance["bf16"] * CANCELLING.get(name, 1) for name in errors}
+    assert all(errors[name] < bound for name, bound in bounds.items()), f"{errors} {problem.key}"
 
 
 def test_packaged_plans_were_measured_with_todays_templates() -> None:
