@@ -32,7 +32,7 @@ from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
 LENGTHS = (1, 0, 40, 64)
-# One number a chunk and head, the sum of 4096 terms of either sign: it is about as large as the root of the sum of their
+# One number a chunk and head, the sum of 4096 terms of either sign: about as large as the root of the sum of their
 # squares, by which the terms' roundings count, and for six such sums less than a quarter of it once in 900 draws.
 CANCELLING = {"dA_log_part": 4}
 EMULATED = {"fwd_prep": "prep_recurrence", "bwd_gradients": "prep_scan"}
