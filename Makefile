@@ -27,7 +27,7 @@ INSTALL := $(PIP) install --no-compile
 # A process a core; the tests of a file share what they compile. Files in the order of tests/conftest.py.
 PYTEST_FLAGS ?= -n logical --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup tune test test-all lint types verify verify-cpu verify-h200 unit mutants format clean
+.PHONY: help setup tune test test-all lint types verify verify-cpu verify-hopper unit mutants format clean
 
 help:
 	@echo 'make tune    set up, then tune the CPU target'
@@ -36,7 +36,7 @@ help:
 	@echo 'make setup   only the set-up, in $(VENV)'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy on an installed copy'
-	@echo 'make verify  every shipped plan: the CPU target's against the reference, the H200's compiled'
+	@echo 'make verify  every shipped plan: the CPU target's against the reference, those of the H200 and the H100 compiled'
 	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
 	@echo 'make mutants break the code in some hundred places, one at a time, and list those that no test notices: half an hour'
 	@echo 'make format  let ruff format and fix'
@@ -85,13 +85,14 @@ types: setup
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --target build/typed .
 	@$(BIN)/mypy build/typed/kda_tl
 
-verify: verify-cpu verify-h200
+verify: verify-cpu verify-hopper
 
 verify-cpu: setup
 	@$(BIN)/kda-tl verify --gpu cpu
 
-verify-h200: setup
+verify-hopper: setup
 	@$(BIN)/kda-tl verify --gpu h200 --static
+	@$(BIN)/kda-tl verify --gpu h100 --static
 
 unit: setup
 	@$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_FLAGS)
