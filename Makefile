@@ -36,9 +36,9 @@ help:
 	@echo 'make setup   only the set-up, in $(VENV)'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy on an installed copy'
-	@echo 'make verify  every shipped plan: the CPU target's against the reference, those of the H200 and the H100 compiled'
+	@echo 'make verify  every shipped plan: those of the CPU target against the reference, those of the H200 and H100 compiled'
 	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
-	@echo 'make mutants break the code in some hundred places, one at a time, and list those that no test notices: half an hour'
+	@echo 'make mutants break the code in some 190 places, one at a time, and list what no test notices: half an hour'
 	@echo 'make format  let ruff format and fix'
 	@echo 'make clean   remove what these commands made'
 
