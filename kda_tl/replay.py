@@ -178,7 +178,7 @@ class Replay:
             LaunchError: a kernel was refused.
         """
         workspace = self._new_bytes((self.workspace_bytes,))
-        results = {name: new(shape) for name, shape, new in self._wanted}
+        results: dict[str, Any] = {name: new(shape) for name, shape, new in self._wanted}
         outer = [arguments[name].data_ptr() for name in self._given]
         outer += [result.data_ptr() for result in results.values()]
         with self._lock:
