@@ -147,7 +147,7 @@ def test_cpu_kernels_equal_references(stage: Stage, kind: str, seed: int) -> Non
     rng = random.Random(seed)
     others: dict[str, dict[str, Any]] = {
         "scalar": {"scalar_gate": True, "H": 1, "HV": rng.choice((3, 35)), "K": 60, "V": 32},  # 35: more than a warp
-        "ranked": {"rank": rng.choice((2, 4)), "gate": "safe"},
+        "ranked": {"rank": rng.choice((2, 4)), "gate": "safe", "H": 2, "HV": 4},  # shared heads, more than one of them
     }
     problem = draw_problem(rng, **others.get(kind, {"gate": kind, **KDA}))
     if problem.rank > 1:  # of a single token without a state before it dg is 0: a sum of roundings alone
