@@ -1,12 +1,15 @@
-"""Segments for Hopper: what a stretch of chunks makes of any state it starts from, walked without one.
+"""Segments for Hopper: what a stretch of chunks makes of any state it starts from, walked from its end.
 
-    V'^T = (V^T + X k_neg^T) A^T        X <- X diag(decay) + V'^T kg
+In X = S^T a chunk is affine: X <- X M + V^T A^T kg with M = diag(decay) + k_neg^T A^T kg. So is a segment,
+S_end^T = S_start^T transition + local, exact for any gate, and no segment waits for an earlier one. Backwards, with
+R = (M_c+1 ... M_n)^T, the transposed transition of what was walked,
 
-In X = S^T this is affine: S_end^T = S_start^T transition + local. X = 0 walks to local; without values, X = I walks to
-transition, whose row r is what becomes of a state that is the unit vector r. Exact for any gate, and no chunk waits for
-an earlier segment. Rows of X never meet, so a thread block owns some of either. The segments that end their sequence
-are not walked, nothing starts from their end; nor is a transition where a sequence starts from zero. What is not
-walked is zero.
+    Z^T = (R kg^T) A        local^T <- local^T + Z^T V        R <- R diag(decay) + Z^T k_neg
+
+from R = I and local = 0. Rows of R never meet, so a thread block owns some, and those columns of local. The walk ends
+before the segment's first chunk where no row of R has an element above 2^-64: a state would lose as much on its way, so
+what comes earlier is left out. That depends on the gates: where they are steep, a chunk or two are walked, else all.
+The segments that end their sequence are not walked, for nothing starts from their end; what is not walked is zero.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the affine form is derived above.
 """
 
@@ -21,9 +24,9 @@ from kda_tl.stage import Case, Cost, Stage, axis, prefer
 from kda_tl.templates._chunks import split_chunks
 from kda_tl.templates._recurrence import (
     PRODUCER,
+    ROWS,
     WARPGROUP,
     RecurrenceConfig,
-    ask_values,
     finish_values,
     layout_lower,
     load_lower,
@@ -68,45 +71,53 @@ def reference(
     unit = torch.eye(p.KP, dtype=decay.dtype, device=decay.device).expand(p.HV, -1, -1).clone()
     unit[:, p.K :] = 0
     local, transition = [], []
-    for first, count, begins, ends in [row for row in rows if row[3] < 0] or rows[:1]:
-        cut, from_zero = ends < 0, begins >= 0 and not p.initial_state
+    for first, count, _, ends in [row for row in rows if row[3] < 0] or rows[:1]:
+        cut = ends < 0
         local.append(walk_reference(values, zero, first, count, factors)[0] if cut else zero)
-        walked = cut and not from_zero
-        transition.append(walk_reference(nothing, unit, first, count, factors)[0] if walked else 0 * unit)
+        transition.append(walk_reference(nothing, unit, first, count, factors)[0] if cut else 0 * unit)
     return {"local": torch.stack(local), "transition": torch.stack(transition)}
 
 
-# A thread's: what multiplies needs fewer than in the recurrence, what loads knows two kinds of block.
-REGISTERS, LOADER_REGISTERS = 216, 72
+# A thread's. With 216 ptxas (CUDA 13.0) waits after each product; what loads spills a few, off the walk's way
+REGISTERS, LOADER_REGISTERS = 224, 56
+VANISHED = 2.0**-64  # no element of a transition is above it: nothing of any state is left
 
 
 @dataclass(frozen=True, kw_only=True)
 class FwdSegmentConfig(RecurrenceConfig):
-    """BV: rows of X a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    """BK: rows of R a block owns, 64 for each warpgroup that multiplies; BV: columns of local a walk sums; num_stages:
+    chunks loaded ahead.
+    """
 
+    BK: int = axis(128, 64, 128)
     BV: int = axis(128, 64, 128)
 
     def reject(self, case: Case) -> str | None:
         """As the recurrence; rows of the transition are shared out too."""
         reason = super().reject(case)
-        if reason is None and case.problem.KP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {case.problem.KP}"
+        if reason is None and case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
         return reason
 
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return WARPGROUP * self.BK // ROWS
+
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, a unit matrix, and two barriers a stage."""
+        """The tiles of every stage, what is left of rows in each, two barriers a stage and whether it is the last."""
         BT, KP = case.BT, case.problem.KP
-        return self.num_stages * (BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + 16) + BT * BT * 2
+        return self.num_stages * (BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + self.BK * 4 + 20)
 
 
 def build(case: Case, config: FwdSegmentConfig) -> Any:
-    """The kernel: one thread block a (segment, value head, BV rows of local or transition), chunks in order."""
-    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
+    """The kernel: one thread block a (segment, value head, BK rows of R, BV columns of local), the last chunk first."""
+    p, BT, BK, BV, stages = case.problem, case.BT, config.BK, config.BV, config.num_stages
     HV, K, KP = p.HV, p.K, p.KP
-    VB, KB = p.VP // BV, KP // BV
+    KB, VB = KP // BK, p.V // BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
     consumers = config.consumers
-    policy = T.GemmWarpPolicy.FullRow
+    rows = T.GemmWarpPolicy.FullRow
     NT, tokens, NS, NC = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("NS"), T.dynamic("NC")
 
     @T.prim_func
@@ -121,12 +132,11 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
         local: annotate(case, OUTPUTS["local"], NC=NC),
         transition: annotate(case, OUTPUTS["transition"], NC=NC),
     ):
-        with T.Kernel(NC * HV * (VB + KB), threads=consumers + WARPGROUP) as i_block:
-            i_s = i_block // (HV * (VB + KB))
-            i_h = i_block // (VB + KB) % HV
-            i_b = i_block % (VB + KB)
-            v0 = i_b * BV
-            k0 = (i_b - VB) * BV
+        with T.Kernel(NC * HV * KB * VB, threads=consumers + WARPGROUP) as i_block:
+            i_s = i_block // (HV * KB * VB)
+            i_h = i_block // (KB * VB) % HV
+            k0 = i_block // VB % KB * BK
+            v0 = i_block % VB * BV
             first = segments[i_s, 0]
             chunks = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -134,7 +144,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             chunks = 0
             start = 0
             end = 0
-            if (segments[i_s, 3] < 0) & ((i_b < VB) | p.initial_state | (segments[i_s, 2] < 0)):
+            if segments[i_s, 3] < 0:
                 chunks = segments[i_s, 1]
             if chunks > 0:
                 start = chunk_tokens[first, 0]
@@ -144,58 +154,74 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             n_shared = T.alloc_shared((stages, BT, KP), io)
             k_shared = T.alloc_shared((stages, BT, KP), io)
             decay_shared = T.alloc_shared((stages, KP), f32)
-            unit = T.alloc_shared((BT, BT), io)
-            state = T.alloc_fragment((BV, KP), f32)
-            state_io = T.alloc_fragment((BV, KP), io)
-            value = T.alloc_fragment((BV, BT), f32)
-            value_io = T.alloc_fragment((BV, BT), io)
+            left = T.alloc_shared((stages, BK), f32)  # the largest element of a row of R after the chunk in a slot
+            stop = T.alloc_shared((stages,), "int32")  # whether no chunk comes in a slot
             ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(A_shared))
-            put_constants([A_shared], [unit])
+            if thread < stages:
+                stop[thread] = 0
+            put_constants([A_shared])
 
             if thread < consumers:
+                state = T.alloc_fragment((BK, KP), f32)
+                state_io = T.alloc_fragment((BK, KP), io)
+                sums = T.alloc_fragment((BK, BV), f32)
+                value = T.alloc_fragment((BK, BT), f32)
+                value_io = T.alloc_fragment((BK, BT), io)
+                largest = T.alloc_fragment((BK,), f32)
                 T.set_max_nreg(REGISTERS, 1)
-                for i, j in T.Parallel(BV, KP):  # of local, k0 is negative: no element is 1
+                for i, j in T.Parallel(BK, KP):
                     state[i, j] = T.if_then_else((k0 + i == j) & (j < K) & (chunks > 0), 1.0, 0.0)
-                T.copy(state, state_io)
+                T.clear(sums)
                 for c in T.serial(chunks):
                     slot = c % stages
                     T.barrier_wait(ready[slot], c // stages % 2)
-                    ask_values(v_shared, n_shared, unit, slot, state_io, value)
-                    finish_values(value, value_io)
+                    if stop[slot] == 1:
+                        break
+                    T.copy(state, state_io)
                     T.wgmma_gemm(
-                        value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=policy
+                        state_io, k_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows
                     )
-                    for i, j in T.Parallel(BV, KP):
+                    for i, j in T.Parallel(BK, KP):
                         state[i, j] = state[i, j] * decay_shared[slot, j]
                     finish_values(value, value_io)
-                    T.wgmma_gemm(value_io, k_shared[slot, :, :], state, policy=policy)
-                    T.wait_wgmma(0)
+                    T.wgmma_gemm(value_io, A_shared[slot, :, :], value, clear_accum=True, policy=rows)
+                    finish_values(value, value_io)
+                    T.wgmma_gemm(value_io, n_shared[slot, :, :], state, policy=rows)
+                    T.wgmma_gemm(value_io, v_shared[slot, :, :], sums, policy=rows)
+                    T.wait_wgmma(1)
                     T.warpgroup_fence_operand(state, num_regs=KP // 2)
+                    T.reduce_absmax(state, largest, dim=1)
+                    T.copy(largest, left[slot, :])
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(sums, num_regs=BV // 2)
                     T.barrier_arrive(free[slot])
-                    T.copy(state, state_io)
-                if i_b < VB:
-                    for i, j in T.Parallel(BV, KP):
-                        local[i_s, i_h, v0 + i, j] = state[i, j]
-                else:
-                    for i, j in T.Parallel(BV, KP):
-                        transition[i_s, i_h, k0 + i, j] = state[i, j]
+                for i, j in T.Parallel(BK, BV):
+                    local[i_s, i_h, v0 + j, k0 + i] = sums[i, j]
+                if v0 == 0:
+                    for i, j in T.Parallel(BK, KP):
+                        transition[i_s, i_h, j, k0 + i] = state[i, j]
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:
-                    if i_b >= VB:
-                        for s, i, j in T.Parallel(stages, BT, BV):
-                            v_shared[s, i, j] = 0
-                        T.fence_proxy_async()
+                    walks = T.alloc_var("int32")
                     for c in T.serial(chunks):
                         slot = c % stages
-                        i_t = first + c
+                        i_t = first + chunks - 1 - c
                         T.barrier_wait(free[slot], (c // stages + 1) % 2)
+                        if c >= stages:
+                            walks = 0
+                            for m in T.unroll(BK // PRODUCER):
+                                if left[slot, m * PRODUCER + thread - consumers] > VANISHED:
+                                    walks = 1
+                            if T.any_sync(walks == 1) == 0:
+                                stop[slot] = 1
+                                T.barrier_arrive(ready[slot])
+                                break
                         load_lower(A, i_t, i_h, A_shared, slot, ready)
-                        if i_b < VB:
-                            load_values(v, v_shared, ready, slot, start + c * BT, end, i_h, v0)
+                        load_values(v, v_shared, ready, slot, start + (chunks - 1 - c) * BT, end, i_h, v0)
                         T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
                         T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
                         T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
@@ -210,15 +236,16 @@ def default(case: Case) -> FwdSegmentConfig:
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v and what prep made of the chunks that are walked in, local and transition out; four products a chunk of each.
+    """v and what prep made of the chunks that are walked in, local and transition out; four products a chunk.
 
-    Segments are about as long as each other, and those that end a sequence are not walked.
+    Segments are about as long as each other, and those that end a sequence are not walked. Where gates are steep, less
+    is walked.
     """
     p, BT, NC = case.problem, case.BT, sizes["NC"]
     io = 4 if p.dtype == "fp32" else 2
     share = NC / max(sizes["NS"], NC)
     moved = sizes["tokens"] * p.HV * p.V * io + sizes["NT"] * p.HV * (BT * (BT * 3 // 4 + 2 * p.KP) * io + p.KP * 4)
-    products = sizes["NT"] * p.HV * BT * (2 * p.V * (2 * p.K + BT) + 2 * p.K * 2 * p.K)
+    products = sizes["NT"] * p.HV * BT * 2 * p.K * (2 * p.K + BT + p.V)
     states = NC * p.HV * (p.VP + p.KP) * p.KP * 4
     return Cost(bytes=int(share * moved) + states, flops=int(share * products))
 

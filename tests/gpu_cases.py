@@ -6,7 +6,9 @@ of the time these tests take.
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import re
 from dataclasses import replace
 from functools import cache
@@ -302,16 +304,19 @@ def draw(
     varlen: bool = False,
     lower_bound: float | None = None,
 ) -> Call:
-    """A call on the GPU; steep: about -3.5 nats a token, slow: states survive thousands of tokens."""
+    """A call on the GPU; steep: about -3.5 nats a token, slow: about -0.005 at any lower bound."""
     _, problem = (FORWARD | BACKWARD)[name]
     shape = (sum(lengths), problem.HV, problem.K)
     raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     given = {}
+    if decay == "steep":
+        lower_bound = LOWEST
+    if decay == "slow" and problem.gate == "safe":  # g is nearly lower_bound * exp(raw): the bound changes, g does not
+        lower_bound = random.Random(f"{seed}/{name}").uniform(LOWEST, 0.1 * LOWEST)
+        raw = raw + math.log(LOWEST / lower_bound)
     if decay != "mixed":
         raw = raw + (0.5 if decay == "steep" else -7.0)
         given["g"] = -5.0 * raw.sigmoid() if problem.gate == "log" else raw
-    if decay == "steep":
-        lower_bound = LOWEST
     return draw_call(problem, lengths, seed, varlen=varlen, device="cuda", lower_bound=lower_bound, **given)
 
 

@@ -31,8 +31,13 @@ from kda_tl.templates.pipelines import PIPELINES
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
 SOFTPLUS = replace(BF16, HV=2, gate="softplus", intermediate_states=True)
-WIDE, WIDE_STAGES = replace(SOFTPLUS, K=256), ("fwd_prep", "fwd_recurrence")  # other ways through these kernels
 PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
+# Other ways through some kernels: problems, lengths, stages
+APART = (
+    (replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),
+    (replace(BF16, K=96, V=160), LENGTHS, ("fwd_state", "bwd_state")),
+    (BF16, (4000,), ("fwd_segment",)),  # segments of some chunks, of which gates leave nothing
+)
 
 
 class Launch(NamedTuple):
@@ -50,12 +55,12 @@ def words(config: Config) -> list[str]:
     return [value for value in config.as_dict().values() if isinstance(value, str)]
 
 
-def launches(problem: Problem, seed: int, names: Collection[str]) -> list[Launch]:
+def launches(problem: Problem, lengths: tuple[int, ...], seed: int, names: Collection[str]) -> list[Launch]:
     """These stages, each of the first pipeline that has it, with three configs and inputs in float64."""
     device = cuda_device(0)
-    forward = draw_call(problem, LENGTHS, seed)
+    forward = draw_call(problem, lengths, seed)
     if not problem.bounded_gate:  # the last sequence decays further than anchors can follow
-        forward.x["g"][-LENGTHS[-1] :: 3] = 300.0
+        forward.x["g"][-lengths[-1] :: 3] = 300.0
     plan, found = default_plan(problem, device), []
     seen: set[str] = set()
     for pipeline in sorted(PIPELINES.values(), key=lambda p: -p.segments):  # in few segments, none follows another
@@ -89,8 +94,9 @@ def on_gpu(kernel: Kernel, inputs: dict[str, Any]) -> dict[str, Any]:
 def all_launches(seed: int, names: Collection[str] = ()) -> list[Launch]:
     """Those of these stages, or of all, on every problem."""
     wanted = names or templates.names()
-    work = [launch for problem in PROBLEMS for launch in launches(problem, seed, wanted)]
-    work += launches(WIDE, seed, [name for name in WIDE_STAGES if name in wanted])
+    work = [launch for problem in PROBLEMS for launch in launches(problem, LENGTHS, seed, wanted)]
+    for problem, lengths, stages in APART:
+        work += launches(problem, lengths, seed, [name for name in stages if name in wanted])
     if missing := set(wanted) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     return work
