@@ -99,15 +99,15 @@ def _time_stages(
 ) -> tuple[Row, ...]:
     """Every stage by itself, on what the stages before it made."""
     where = torch_device(device)
-    tensors, sizes = operator_tensors(workload, program.plan.BT, where, segments=program.segments)
+    tensors, sizes = operator_tensors(workload, program.plan.BT, where, segments=program.pipeline.segments)
     case = Case(problem=workload.problem(), device=device, BT=program.plan.BT, BC=program.plan.BC)
     rows: list[Row] = []
 
-    def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+    def launch(stage: Stage, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         kernel = program.kernels[stage.name]
         outputs = kernel.allocate(sizes, where)
-        launch = functools.partial(kernel.launch, inputs, outputs, where)
-        median, mad = summarise(time_launch(launch, where, reps=settings.reps * settings.rounds))
+        again = functools.partial(kernel.launch, inputs, outputs, where)
+        median, mad = summarise(time_launch(again, where, reps=settings.reps * settings.rounds))
         cost = stage.cost(case, sizes)
         rows.append(
             Row(
@@ -122,7 +122,7 @@ def _time_stages(
         )
         return tuple(outputs)
 
-    program.compute(run, tensors)
+    program.flow().run(launch, tensors)
     return tuple(rows)
 
 
@@ -193,7 +193,7 @@ def _least_cost(workload: Workload, device: Device, program: Program) -> Cost:
         moved += call_bytes(forward)
     flops = 0
     for each in programs:
-        sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.segments).sizes
+        sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.pipeline.segments).sizes
         flops += sum(kernel.stage.cost(kernel.case, sizes).flops for kernel in each.kernels.values())
     return Cost(bytes=moved, flops=flops)
 

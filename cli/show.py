@@ -1,4 +1,4 @@
-"""``kda-tl show``: the tuned plans of all databases, or the workloads that have names."""
+"""``kda-tl show``: the tuned plans of all databases, a pipeline, or the workloads that have names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--db", metavar="DIR", help="the database in this directory instead of the usual ones")
     add_workload_arguments(parser, "all", leave_out=NOT_IN_KEYS, alone="they choose among plans")
     parser.add_argument("--workloads", action="store_true", help="the workloads and their tags instead of plans")
+    parser.add_argument("--pipeline", metavar="NAME", help="how tensors flow through a pipeline instead of plans")
     parser.add_argument("--stale", action="store_true", help="only plans whose templates changed since")
     parser.add_argument("--json", action="store_true", help="everything that is stored, as JSON")
 
@@ -36,9 +37,13 @@ class Row:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Lists the entries that pass the filters, or the workloads."""
+    """Lists the entries that pass the filters, or the workloads; or draws a pipeline."""
     if args.workloads:
         return _show_workloads(args, terminal)
+    if args.pipeline:
+        from kda_tl.cli import _flow
+
+        return _flow.run(args, terminal)
     databases = _databases(args.db)
     passes = _make_filter(args)
     rows = [row for row in _rows(databases) if passes(row)]

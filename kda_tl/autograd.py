@@ -30,20 +30,20 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.ready, ctx.chosen = ready, choose_backward(ready, keep=a["disable_recompute"])
         ctx.others = {name: value for name, value in a.items() if name not in TENSORS}
-        factors: dict[str, torch.Tensor | None] = {}
-        if ctx.chosen.factors:
-            (o, ht, *states), factors = run_keeping(ready, ctx.chosen.factors, a)
+        residuals: dict[str, torch.Tensor | None] = {}
+        if ctx.chosen.residuals:
+            (o, ht, *states), residuals = run_keeping(ready, ctx.chosen.residuals, a)
         else:
             o, ht, *states = run_forward(ready, compute, a)
-        ctx.saved_as = ready.signature + describe(factors.values())
+        ctx.saved_as = ready.signature + describe(residuals.values())
         # autograd then frees them, and tells if one is written to before the backward
-        ctx.save_for_backward(*tensors, *factors.values())
+        ctx.save_for_backward(*tensors, *residuals.values())
         ctx.mark_non_differentiable(*states)
         return o, ht, *states
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, *_states: None) -> Any:
-        saved, names = ctx.saved_tensors, (*TENSORS, *ctx.chosen.factors)
+        saved, names = ctx.saved_tensors, (*TENSORS, *ctx.chosen.residuals)
         gradients = {"the gradient of o": do, "the gradient of the final state": dht}
         if not is_plain((do, dht, *saved)) and needs_operator(gradients | dict(zip(names, saved, strict=True))):
             a = ctx.others | dict(zip(TENSORS, saved, strict=False))
@@ -51,8 +51,8 @@ class _Forward(torch.autograd.Function):
             return None, None, None, *_pick_wanted(ctx, found)
         check_saved(names, saved, ctx.saved_as)
         tensors, kept = saved[: len(TENSORS)], saved[len(TENSORS) :]
-        factors = dict(zip(ctx.chosen.factors, kept, strict=True)) if kept else None
-        return None, None, None, *_Backward.apply(ctx, factors, do, dht, *tensors)  # type: ignore[no-untyped-call]
+        residuals = dict(zip(ctx.chosen.residuals, kept, strict=True)) if kept else None
+        return None, None, None, *_Backward.apply(ctx, residuals, do, dht, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _pick_wanted(ctx: Any, found: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -67,13 +67,13 @@ class _Backward(torch.autograd.Function):
     def forward(
         ctx: Any,
         of: Any,
-        factors: dict[str, torch.Tensor | None] | None,
+        residuals: dict[str, torch.Tensor | None] | None,
         do: torch.Tensor | None,
         dht: torch.Tensor | None,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         a = of.others | dict(zip(TENSORS, tensors, strict=True))
-        return _pick_wanted(of, run_backward(of.ready, of.chosen, a, do, dht, factors))
+        return _pick_wanted(of, run_backward(of.ready, of.chosen, a, do, dht, residuals))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:

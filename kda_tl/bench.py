@@ -18,10 +18,10 @@ from kda_tl.errors import CompileError
 from kda_tl.kernel import TORCH_DTYPE, Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.measure import check
+from kda_tl.pipeline import Pipeline
 from kda_tl.program import Program
 from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec
-from kda_tl.templates.pipelines import PIPELINES, Pipeline
 from kda_tl.workloads import LOWER_BOUND, Workload, draw_gradients
 
 STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
@@ -135,13 +135,11 @@ def make_pass(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) 
     """
     where, problem = torch_device(device), workload.problem()
     program = Program.build(plan, problem, device)
-    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.segments, seed=seed)
+    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.pipeline.segments, seed=seed)
     call_bytes, kept = _count_bytes(tensors.values()), {}
     if plan.kept:  # by the stages that a forward shares with it
-        names = PIPELINES[plan.pipeline].factors
-        made = program.run(tensors, sizes, where, kept=names)
-        kept = {name: made[name] for name in names}
-        program = Program.build(plan, problem, device, resumed=True)
+        kept = program.run(tensors, sizes, where, program.pipeline.residuals)
+        program = Program.build(plan, problem, device, from_residuals=True)
     run = functools.partial(program.run, tensors | kept, sizes, where)
     return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(kept.values()))
 
@@ -214,11 +212,11 @@ def record(bench: Bench) -> tuple[dict[str, Tensors], dict[str, int]]:
         tensors, sizes = _bench_tensors(bench, bench.workload)
         recorded: dict[str, Tensors] = {}
 
-        def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+        def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             recorded[stage.name] = _as_operands(stage, case, inputs)
             return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
 
-        bench.pipeline.compute(run, tensors)
+        bench.pipeline.flow(case.problem).run(launch, tensors)
         return recorded, sizes
 
     return _keep(_recorded, bench.key, make)
@@ -245,13 +243,13 @@ def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, i
         tensors, sizes = _bench_tensors(bench, twin)
         judged: dict[str, tuple[Tensors, Tensors]] = {}
 
-        def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+        def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             operands = _as_operands(stage, case, inputs)
             expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
             judged[stage.name] = operands, expected
             return tuple(expected.get(name) for name in stage.outputs)
 
-        bench.pipeline.compute(run, tensors)
+        bench.pipeline.flow(case.problem).run(launch, tensors)
         return judged, sizes
 
     return _keep(_judged, bench.key, make)

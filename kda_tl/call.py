@@ -91,8 +91,7 @@ def _make_ready(
     constants: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound}
     compute: Compute | None = None
     if program is not None and problem.tokens:
-        unwanted = () if a["return_intermediate_states"] else ("h",)
-        compute, tables = _bind(program, bounds, a["q"].device, unwanted, views=(("o", tuple(a["v"].shape)),))
+        compute, tables = _bind(program, bounds, a["q"].device, views=(("o", tuple(a["v"].shape)),))
         constants |= tables
     return Ready(signature, problem, device, chunk_size, choice, compute, bounds, constants)
 
@@ -101,13 +100,12 @@ def _bind(
     program: Program,
     bounds: tuple[int, ...],
     where: torch.device,
-    unwanted: tuple[str, ...] = (),
-    kept: tuple[str, ...] = (),
+    results: tuple[str, ...] | None = None,
     views: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> tuple[Compute, dict[str, Any]]:
     """A program for the lengths of a call, and the chunk tables it takes."""
-    layout = make_layout(bounds, program.plan.BT, where, program.segments)
-    return program.bind(layout.sizes, where, unwanted, kept, views), layout.tables
+    layout = make_layout(bounds, program.plan.BT, where, program.pipeline.segments)
+    return program.bind(layout.sizes, where, results, views), layout.tables
 
 
 def _operands(p: Problem, a: dict[str, Any], **more: Tensor | None) -> dict[str, Any]:
@@ -146,10 +144,10 @@ def run_forward(ready: Ready, compute: Compute, a: dict[str, Any]) -> Any:
 
 
 def run_keeping(ready: Ready, names: tuple[str, ...], a: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
-    """:func:`run_forward`, and the factors of these names for the backward."""
+    """:func:`run_forward`, and the residuals of these names for the backward."""
     p = replace(ready.problem, direction="bwd")  # what it makes must be what a backward would make again
     program = build_program(ready.choice.plan, p.without_lengths(), ready.device)
-    compute, _ = _bind(program, ready.bounds, a["q"].device, kept=names)
+    compute, _ = _bind(program, ready.bounds, a["q"].device, (*program.flow().results, *names))
     out = compute(_operands(ready.problem, a) | ready.constants)
     return _view_results(ready, a, out), {name: out[name] for name in names}
 
@@ -173,11 +171,11 @@ class Backward(NamedTuple):
 
     Attributes:
         choice: its plan, and why.
-        factors: names of what the forward keeps for it; empty if it computes them again.
+        residuals: names of what the forward keeps for it; empty if it computes them again.
     """
 
     choice: Choice
-    factors: tuple[str, ...] = ()
+    residuals: tuple[str, ...] = ()
 
 
 def choose_backward(ready: Ready, keep: bool = False) -> Backward:
@@ -185,7 +183,7 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
 
     Args:
         ready: of the forward call.
-        keep: resume from the forward's factors, if a plan can that cuts the same chunks. A plan may say so itself.
+        keep: begin from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so itself.
 
     Raises:
         InputError: ``keep``, and the pinned plan cuts other chunks.
@@ -210,9 +208,9 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
         return Backward(choice)
     from kda_tl.templates.pipelines import PIPELINES
 
-    factors = PIPELINES[resumable.plan.pipeline].factors
-    made = set(factors) <= set(PIPELINES[forward.pipeline].factors)
-    return Backward(resumable, factors) if made else Backward(choice)
+    pipeline = PIPELINES[resumable.plan.pipeline]
+    found = pipeline.finds_residuals(PIPELINES[forward.pipeline])
+    return Backward(resumable, pipeline.residuals) if found else Backward(choice)
 
 
 @functools.lru_cache(maxsize=512)
@@ -230,7 +228,7 @@ def run_backward(
     a: dict[str, Any],
     do: Tensor | None,
     dht: Tensor | None,
-    factors: Mapping[str, Tensor | None] | None = None,
+    residuals: Mapping[str, Tensor | None] | None = None,
 ) -> dict[str, Tensor | None]:
     """Gradients of the tensor arguments by name, in their shapes and dtypes; None for absent ones.
 
@@ -240,16 +238,16 @@ def run_backward(
         a: the arguments of the forward call.
         do: gradient of o, zeros if None.
         dht: gradient of the final state, absent if None.
-        factors: of :func:`run_keeping`; computed again if None.
+        residuals: of :func:`run_keeping`; computed again if None.
     """
     p, v = _backward_problem(ready.problem, dht is not None), a["v"]
-    program = build_program(backward.choice.plan, p, ready.device, resumed=factors is not None)
+    program = build_program(backward.choice.plan, p, ready.device, from_residuals=residuals is not None)
     compute, tables = _bind(program, ready.bounds, v.device)
     do = torch.zeros_like(v) if do is None else check_gradient("o", do, v.shape, v.device).to(v.dtype)
     if dht is not None:
         state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
         dht = check_gradient("the final state", dht, (len(ready.bounds) - 1, p.HV, *state), v.device).float()
-    tensors = _operands(p, a, do=do, dht=dht, **factors or {})
+    tensors = _operands(p, a, do=do, dht=dht, **residuals or {})
     out = compute(tensors | ready.constants | tables)
     found = {name: out[gradient_name(name)] for name in TENSORS}
     return {name: None if x is None else x.view(a[name].shape).to(a[name].dtype) for name, x in found.items()}
