@@ -50,7 +50,6 @@ class Flow:
         for stage, names in zip(self.stages, self.frees, strict=True):
             inputs = {name: environment[name] for name in (*stage.inputs, *stage.scalars)}
             environment.update(zip(stage.outputs, launch(stage, inputs), strict=True))
-            del inputs
             for name in names:
                 del environment[name]
         return {name: environment.get(name) for name in self.results}
