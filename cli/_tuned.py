@@ -88,11 +88,13 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     where = torch_device(device)
     choice = choose(workload.problem(), device)
     checked = workload.trimmed(CHECKED_TOKENS[workload.direction])
-    errors = measure_errors(checked.inputs(where), choice.plan, workload.direction)
+    errors = measure_errors(workload.declaration, checked.inputs(where), choice.plan, workload.direction)
     inputs = workload.inputs(where)
     is_default = choice.plan == default
     plans = {"tuned": None} if is_default else {"tuned": None, "default": default}
-    launches = {name: make_launch(inputs, workload.direction, plan) for name, plan in plans.items()}
+    launches = {
+        name: make_launch(workload.declaration, inputs, workload.direction, plan) for name, plan in plans.items()
+    }
     with torch.no_grad():
         rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
     rounds.setdefault("default", rounds["tuned"])

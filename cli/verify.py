@@ -243,7 +243,7 @@ def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
         inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
         inputs = _call.without_extras(inputs) if variant.name == "bare" else inputs
         try:
-            errors = _call.measure_errors(inputs, subject.plan, w.direction)
+            errors = _call.measure_errors(w.declaration, inputs, subject.plan, w.direction)
         except Exception as error:  # whatever breaks, the others are still to be checked
             yield replace(finding, detail=f"{type(error).__name__}: {one_line(error)}")
             continue

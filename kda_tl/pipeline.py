@@ -18,6 +18,15 @@ RESULTS = {
     "fwd": ("o", "ht", "h"),
     "bwd": ("dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias"),
 }
+
+
+def operand_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of an operator's tensors as stages take them, the batch flattened into the tokens; not those of states."""
+    keys, values = (p.tokens, p.H, p.K), (p.tokens, p.HV, p.V)
+    sequences = {"q": keys, "k": keys, "v": values, "do": values, "g": (p.tokens, p.HV, p.G), "beta": (p.tokens, p.HV)}
+    return sequences | {"A_log": (p.HV,), "dt_bias": (p.HV, p.G)}
+
+
 # Executes a stage on its inputs and scalars by name. Returns its outputs in the order it declares, None for absent ones
 Launch = Callable[[Stage, dict[str, Any]], Sequence[Any]]
 

@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LOWEST, Call, draw_backward, draw_call, operator_arguments, random_of_run
+from cases import LOWEST, TENSORS, Call, draw_backward, draw_call, operator_arguments, random_of_run
 from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
-from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda
 from kda_tl.db import Entry, sources
 from kda_tl.device import Device, cuda_device
 from kda_tl.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
 from kda_tl.errors import CompileError
 from kda_tl.isolate import WorkerFailure, map_pool
 from kda_tl.kernel import compile_stage
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.pipeline import Pipeline
 from kda_tl.problem import Problem
 from kda_tl.stage import Case, Config, Plan, Stage

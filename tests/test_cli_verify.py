@@ -177,7 +177,7 @@ def test_verify_compiles_one_backward_default() -> None:
 def test_errors_of_a_backward_are_those_of_its_gradients(tensor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(SMALL_BACKWARD, T=20)
     plan = default_plan(workload.problem(), CPU, BT=16)
-    errors = call.measure_errors(workload.inputs("cpu"), plan, "bwd")
+    errors = call.measure_errors(workload.declaration, workload.inputs("cpu"), plan, "bwd")
     assert set(errors) == {f"d{name}" for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     assert 0 < max(errors.values()) < 2e-5
     right = call.Recorded.run_backward
@@ -185,7 +185,7 @@ def test_errors_of_a_backward_are_those_of_its_gradients(tensor: str, monkeypatc
         1.5 * x if name == tensor else x for name, x in zip(self.leaves, right(self), strict=True)
     )
     monkeypatch.setattr(call.Recorded, "run_backward", spoil)
-    errors = call.measure_errors(workload.inputs("cpu"), plan, "bwd")
+    errors = call.measure_errors(workload.declaration, workload.inputs("cpu"), plan, "bwd")
     assert {name for name, error in errors.items() if error > 2e-5} == {f"d{tensor}"}
 
 
@@ -229,7 +229,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert {name: plan and plan.BT for name, plan in launches.items()} == {"plan": 32, "default": 64}
         return {"plan": [found.pop(0)] * rounds, "default": [100.0] * rounds}
 
-    monkeypatch.setattr(regression, "make_launch", lambda inputs, direction, plan: plan)
+    monkeypatch.setattr(regression, "make_launch", lambda operator, inputs, direction, plan: plan)
     monkeypatch.setattr(regression, "time_interleaved", measure)
     return found
 
