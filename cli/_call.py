@@ -12,9 +12,7 @@ import torch
 from kda_tl.dispatch import pin
 from kda_tl.ops.operator import Operator
 from kda_tl.reference import (
-    activate_beta,
     gradient_name,
-    l2norm,
     recurrent_gradients,
     recurrent_kda,
     relative_error,
@@ -113,17 +111,3 @@ def measure_errors(operator: Operator, inputs: Inputs, plan: Plan | None, direct
             outputs = dict(zip(("o", "ht"), make_launch(operator, inputs, direction, plan)(), strict=False))
             truth = dict(zip(("o", "ht"), recurrent_kda(**arguments), strict=True))
     return {name: relative_error(x, truth[name]) for name, x in outputs.items() if x is not None}
-
-
-def without_extras(inputs: Inputs) -> dict[str, Any]:
-    """The same call with q, k and beta prepared by the caller, and no final state."""
-    bare = {
-        "q": l2norm(inputs["q"].float()).to(inputs["q"].dtype),
-        "k": l2norm(inputs["k"].float()).to(inputs["k"].dtype),
-        "beta": activate_beta(inputs["beta"], "sigmoid"),
-        "allow_neg_eigval": False,
-        "use_qk_l2norm_in_kernel": False,
-        "use_beta_sigmoid_in_kernel": False,
-        "output_final_state": False,
-    }
-    return {**inputs, **bare}

@@ -87,19 +87,19 @@ def _make_filter(args: argparse.Namespace) -> Callable[[Row], bool]:
     """Whether a row is of the workloads that were named, changed as asked; else whether it has the numbers given."""
     given = read_numbers(args)
     problems = [workload.problem() for workload in read_workloads(args)] if args.workload else []
-    keys = {(problem.direction, Key.of(problem)) for problem in problems}
+    keys = {(problem.operator, problem.direction, Key.of(problem)) for problem in problems}
 
     def passes(row: Row) -> bool:
         key, direction = row.entry.key, row.file.direction
-        fits = (direction, key) in keys if args.workload else _has_numbers(key, direction, given)
+        fits = (row.file.operator, direction, key) in keys if args.workload else _has_numbers(row.file, key, given)
         return fits and args.source in (None, row.database.name) and (bool(row.stale) or not args.stale)
 
     return passes
 
 
-def _has_numbers(key: Key, direction: str, given: Mapping[str, Any]) -> bool:
+def _has_numbers(file: TuningFile, key: Key, given: Mapping[str, Any]) -> bool:
     """Whether a key is of problems with some numbers; heads and tokens are those of its buckets."""
-    told = {"direction": direction, **key._asdict()}
+    told = {"operator": file.operator, "direction": file.direction, **key._asdict()}
     wanted: dict[str, Any] = {name: value for name, value in given.items() if name in told}
     if heads := given.get("HV", given.get("H", 0) * key.group):
         wanted["heads_bucket"] = round_heads(heads)

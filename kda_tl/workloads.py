@@ -91,7 +91,10 @@ class Workload:
     @property
     def declaration(self) -> Operator:
         """The operator."""
-        return load_all()[self.operator]
+        operators = load_all()
+        if self.operator not in operators:
+            raise InputError(f"there is no operator {self.operator!r}: choose one of {', '.join(operators)}.")
+        return operators[self.operator]
 
     def problem(self) -> Problem:
         """What the operator makes of :meth:`inputs`, in its forward or its backward."""
@@ -113,6 +116,7 @@ class Workload:
             initial_state=self.initial_state,
             final_state=True,
             state_v_first=self.state_v_first,
+            scalar_gate=self.declaration.scalar_gate,
             operator=self.operator,
             direction=self.direction,
         )

@@ -26,6 +26,7 @@ from kda_tl.workloads import WORKLOADS, Workload, draw_gradients, select
 
 COMMANDS = ("tune", "bench", "verify", "explain", "source", "show")
 OPTIONS = {
+    "--operator",
     "--heads",
     "--value-heads",
     "--K",
@@ -223,7 +224,7 @@ def test_a_described_problem_is_verified(run: Run, own_database: Path, monkeypat
     seen = []
     monkeypatch.setattr(
         "kda_tl.cli._call.measure_errors",
-        lambda inputs, plan, *_: seen.append((plan.BT, inputs["v"].shape)) or {"o": 0.0},
+        lambda operator, inputs, plan, *_: seen.append((plan.BT, inputs["v"].shape)) or {"o": 0.0},
     )
     argv = ("verify", "--gpu", "cpu", "--db", own_database, *DESCRIBED)
     code, out, err = run(*argv)

@@ -66,7 +66,7 @@ def test_verify_fails_for_one_wrong_call_of_one_plan(
     """The stored plan has chunks of 32, the default of 64: each is run in all its ways, and each way counts."""
     seen: set[tuple[int, str]] = set()
 
-    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+    def measure(operator: Any, inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
         state, shape = inputs.get("initial_state"), tuple(inputs["q"].shape[:2])
         called = shape, None if state is None else tuple(state.shape)
         (name,) = (
@@ -91,7 +91,7 @@ def test_verify_fails_for_one_wrong_call_of_one_plan(
 
 
 def test_verify_reports_a_plan_whose_call_raises(run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+    def measure(operator: Any, inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
         if plan.BT == 32:
             raise RuntimeError("an illegal\nmemory access")
         return {"o": 1e-7, "ht": 1e-7}
@@ -157,7 +157,7 @@ def test_verify_fails_for_an_invalid_database(run: Run, own_database: Path, text
 def test_verify_runs_plans_in_their_own_pass(run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
-    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+    def measure(operator: Any, inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
         seen.append((plan.pipeline, direction))
         return {"x": 0.0}
 

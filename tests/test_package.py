@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 IMPORT_BUDGET_S = 0.3  # beyond torch
 FOLDERS = {
     "kda_tl": "kda_tl",
-    "kda_tl/ops": "kda_tl/ops",
     "templates": "kda_tl/templates",
     "tuning_db": "kda_tl/tuning_db",
     "cli": "kda_tl/cli",

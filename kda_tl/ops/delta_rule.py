@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kda_tl.layout import dense_bounds, packed_bounds
 from kda_tl.ops.operator import Args, Bounds, FlaEntry, Operator
 from kda_tl.plain import check_kind
 from kda_tl.problem import LOWER_BOUND_RANGE, Problem
-from kda_tl.reference import activate_gate
+from kda_tl.reference import activate_beta, activate_gate, l2norm
 from kda_tl.stage import BT_CHOICES
 
 Tensor = torch.Tensor
@@ -72,6 +72,8 @@ def declare(function: Callable[..., Any], *, fla: str, scalar_gate: bool = False
         numbers=_find_numbers,
         shapes=_find_shapes,
         recurrence=functools.partial(_describe_recurrence, scalar_gate=scalar_gate),
+        scalar_gate=scalar_gate,
+        bare=_prepare_before,
         draw=functools.partial(_draw, scalar_gate=scalar_gate, bounded="lower_bound" in parameters),
         fla=FlaEntry(module=fla, declined=_DECLINED),
     )
@@ -289,6 +291,18 @@ def _draw(workload: Any, generator: torch.Generator, *, scalar_gate: bool, bound
         inputs["cu_seqlens_cpu"] = torch.tensor(w.bounds, dtype=torch.int32)
         inputs["cu_seqlens"] = inputs["cu_seqlens_cpu"].to(device)
     return inputs
+
+
+def _prepare_before(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **inputs,
+        **{name: l2norm(inputs[name].float()).to(inputs[name].dtype) for name in ("q", "k")},
+        "beta": activate_beta(inputs["beta"], "sigmoid"),
+        "allow_neg_eigval": False,
+        "use_qk_l2norm_in_kernel": False,
+        "use_beta_sigmoid_in_kernel": False,
+        "output_final_state": False,
+    }
 
 
 def draw_gate(workload: Any, generator: torch.Generator, scalar_gate: bool = False) -> dict[str, Any]:

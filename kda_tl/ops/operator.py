@@ -69,7 +69,9 @@ class Operator:
         numbers: the scalars that stages take, by name.
         shapes: shapes of o, ht and h by name, for a chunk size; None for a size that only the bounds tell.
         recurrence: the arguments of :func:`kda_tl.reference.recurrent_kda` that compute the same.
+        scalar_gate: a value head has one gate for all its key channels.
         draw: arguments of a :class:`kda_tl.workloads.Workload` by name, drawn with a generator.
+        bare: the same call, with what kernels may do first done by the caller, and no final state.
         fla: what it is in FLA.
         call: the public function, see :func:`kda_tl.ops.entry.publish`.
     """
@@ -91,7 +93,9 @@ class Operator:
     numbers: Callable[[Args], dict[str, float]]
     shapes: Callable[[Args, int], dict[str, tuple[Any, ...]]]
     recurrence: Callable[[Args], dict[str, Any]]
+    scalar_gate: bool
     draw: Callable[[Any, torch.Generator], dict[str, Any]]
+    bare: Callable[[Mapping[str, Any]], dict[str, Any]]
     fla: FlaEntry
     call: Callable[..., Any] = field(init=False)
 
