@@ -28,20 +28,14 @@ Tensor = torch.Tensor
 MAX_FP32 = torch.finfo(torch.float32).max
 LOWER_BOUND = -5.0  # of drawn gates
 _SLOW_SHIFT = 7.0  # subtracted from the raw gate: a state then survives thousands of tokens
-_DECLINED = {
-    "cp_context": "kda_tl has no context parallelism: leave cp_context out.",
-    "use_graph": "kda_tl makes its chunk tables on the host, so a captured call cannot follow another cu_seqlens:"
-    " use_graph=True is FLA's own.",
-    "max_num_seqs": "",  # goes with use_graph
-}
 
 
-def declare(function: Callable[..., Any], *, fla: str, scalar_gate: bool = False) -> Operator:
+def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = False) -> Operator:
     """The operator of a function's signature.
 
     Args:
         function: has the arguments q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens and others of theirs.
-        fla: the module of FLA that has a function of this name.
+        fla: what it is in FLA.
         scalar_gate: a value head has one gate for all its key channels.
     """
     parameters, name = inspect.signature(function).parameters, function.__name__
@@ -75,7 +69,7 @@ def declare(function: Callable[..., Any], *, fla: str, scalar_gate: bool = False
         scalar_gate=scalar_gate,
         bare=_prepare_before,
         draw=functools.partial(_draw, scalar_gate=scalar_gate, bounded="lower_bound" in parameters),
-        fla=FlaEntry(module=fla, declined=_DECLINED),
+        fla=fla,
     )
 
 
@@ -261,6 +255,8 @@ def _draw(workload: Any, generator: torch.Generator, *, scalar_gate: bool, bound
     Raw gate, A_log and dt_bias: see :func:`draw_gate`.
     """
     w, device = workload, generator.device
+    if w.gate == "safe" and not bounded:
+        raise InputError(f"{w.operator} has no safe gate: choose the gate softplus or log.")
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(w.B, w.T, *shape, generator=generator, device=device).to(TORCH_DTYPE[w.dtype])

@@ -8,11 +8,21 @@ import torch
 
 from kda_tl.ops.delta_rule import declare
 from kda_tl.ops.entry import publish
+from kda_tl.ops.operator import FlaEntry
 
 Tensor = torch.Tensor
+_FLA = FlaEntry(
+    module="fla.ops.kda.chunk",
+    declined={
+        "cp_context": "kda_tl has no context parallelism: leave cp_context out.",
+        "use_graph": "kda_tl makes its chunk tables on the host, so a captured call cannot follow another cu_seqlens:"
+        " use_graph=True is FLA's own.",
+        "max_num_seqs": "",  # goes with use_graph
+    },
+)
 
 
-@publish(functools.partial(declare, fla="fla.ops.kda.chunk"))
+@publish(functools.partial(declare, fla=_FLA))
 def chunk_kda(
     q: Tensor,
     k: Tensor,
