@@ -69,11 +69,6 @@ def find_ready(operator: Operator, a: Args) -> Ready:
     return found
 
 
-def find_device(signature: Signature) -> torch.device:
-    """Where a call's tensors are."""
-    return next(x[2] for x in signature if x is not None)
-
-
 def pose(operator: Operator, a: Args, bounds: Bounds) -> tuple[Problem, Device, int | None]:
     """The problem of a call, its device and the chunk size it asks for. Raises InputError for what cannot be used."""
     problem, first = operator.pose(a, bounds), operator.pick_operands(a)[0]
@@ -91,7 +86,8 @@ def _make_ready(operator: Operator, a: Args, signature: Signature, bounds: Bound
     """Chooses a plan and compiles it."""
     problem, device, chunk_size = pose(operator, a, bounds)
     choice, program = prepare(problem, device, chunk_size)
-    where, o = find_device(signature), getattr(a, operator.like)
+    o = getattr(a, operator.like)
+    where = o.device
     given = {name: x for name, x in zip(operator.operands, signature, strict=True) if x and problem.has(name)}
     constants: dict[str, Any] = dict.fromkeys(operator.operands.keys() - given.keys())
     constants |= operator.numbers(a)
