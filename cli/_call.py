@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda
 from kda_tl.dispatch import pin
+from kda_tl.ops.operator import Operator
 from kda_tl.reference import (
-    activate_beta,
     gradient_name,
-    l2norm,
     recurrent_gradients,
     recurrent_kda,
     relative_error,
@@ -42,12 +39,12 @@ class Recorded:
     gradients: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, inputs: Inputs, plan: Plan | None) -> Recorded:
+    def of(cls, operator: Operator, inputs: Inputs, plan: Plan | None) -> Recorded:
         """Calls the forward; the backward will run a plan, the one that serves unless given."""
-        given = {name: inputs.get(name) for name in TENSORS}
+        given = {name: inputs.get(name) for name in operator.tensors}
         leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
         with torch.enable_grad(), pin(plan):
-            o, ht = chunk_kda(**{**inputs, **leaves})[:2]
+            o, ht = operator.call(**{**inputs, **leaves})[:2]
         seeds = draw_gradients(o, ht)
         outputs, gradients = (tuple(x for x in pair if x is not None) for pair in ((o, ht), seeds))
         return cls(leaves=leaves, outputs=outputs, gradients=gradients)
@@ -57,39 +54,41 @@ class Recorded:
         return torch.autograd.grad(self.outputs, list(self.leaves.values()), self.gradients, retain_graph=True)
 
 
-def make_launch(inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
+def make_launch(operator: Operator, inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
     """One pass of the operator, to be timed: the forward, or the backward of a forward that was called before.
 
     Args:
-        inputs: the operator's arguments.
+        operator: what is called.
+        inputs: its arguments.
         direction: "fwd" or "bwd".
         plan: of that pass; the one that serves unless given.
     """
     if direction == "bwd":
-        return Recorded.of(inputs, plan).run_backward
+        return Recorded.of(operator, inputs, plan).run_backward
     if plan is None:
-        return functools.partial(chunk_kda, **inputs)
+        return functools.partial(operator.call, **inputs)
 
     def run_pinned() -> Any:
         with pin(plan):
-            return chunk_kda(**inputs)
+            return operator.call(**inputs)
 
     return run_pinned
 
 
-def make_step(operator: Callable[[Inputs], Any], inputs: Inputs) -> Launch:
+def make_step(call: Callable[[Inputs], Any], inputs: Inputs, tensors: Sequence[str]) -> Launch:
     """A training step of any implementation: its forward, then gradients of all tensors; to be timed or captured.
 
     Args:
-        operator: takes the arguments of chunk_kda by name, returns o and the final state.
+        call: takes the arguments of our operator by name, returns o and the final state.
         inputs: these arguments.
+        tensors: names of those that are differentiable.
     """
-    given = {name: inputs.get(name) for name in TENSORS}
+    given = {name: inputs.get(name) for name in tensors}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
 
     def run_forward() -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
-            return tuple(x for x in operator({**inputs, **leaves})[:2] if x is not None)
+            return tuple(x for x in call({**inputs, **leaves})[:2] if x is not None)
 
     o, *ht = run_forward()
     gradients = tuple(x for x in draw_gradients(o, ht[0] if ht else None) if x is not None)
@@ -100,44 +99,15 @@ def make_step(operator: Callable[[Inputs], Any], inputs: Inputs) -> Launch:
     return run_step
 
 
-def describe_recurrence(inputs: Inputs) -> dict[str, Any]:
-    """Arguments of the recurrence from those of the operator."""
-    computed, lower_bound = inputs["use_gate_in_kernel"], inputs["lower_bound"]
-    sigmoid = "sigmoid2" if inputs.get("allow_neg_eigval") else "sigmoid"
-    return {
-        **{name: inputs.get(name) for name in TENSORS},
-        "gate": "log" if not computed else "softplus" if lower_bound is None else "safe",
-        "lower_bound": lower_bound,
-        "beta_mode": sigmoid if inputs["use_beta_sigmoid_in_kernel"] else "plain",
-        "use_l2norm": inputs["use_qk_l2norm_in_kernel"],
-        "state_v_first": inputs.get("state_v_first", False),
-        "cu_seqlens": inputs.get("cu_seqlens_cpu"),
-    }
-
-
-def measure_errors(inputs: Inputs, plan: Plan | None, direction: str = "fwd") -> dict[str, float]:
+def measure_errors(operator: Operator, inputs: Inputs, plan: Plan | None, direction: str = "fwd") -> dict[str, float]:
     """Relative errors of what a pass of the operator returns, run with one plan: o and ht, or all gradients."""
-    arguments = describe_recurrence(inputs)
+    arguments = operator.recurrence(operator.bind(**inputs))
     if direction == "bwd":
-        call = Recorded.of(inputs, plan)
+        call = Recorded.of(operator, inputs, plan)
         outputs = dict(zip(map(gradient_name, call.leaves), call.run_backward(), strict=True))
         truth = recurrent_gradients(arguments, *call.gradients)
     else:
         with torch.no_grad():
-            outputs = dict(zip(("o", "ht"), make_launch(inputs, direction, plan)(), strict=False))
+            outputs = dict(zip(("o", "ht"), make_launch(operator, inputs, direction, plan)(), strict=False))
             truth = dict(zip(("o", "ht"), recurrent_kda(**arguments), strict=True))
     return {name: relative_error(x, truth[name]) for name, x in outputs.items() if x is not None}
-
-
-def without_extras(inputs: Inputs) -> dict[str, Any]:
-    """The same call with q, k and beta prepared by the caller, and no final state."""
-    bare = {
-        "q": l2norm(inputs["q"].float()).to(inputs["q"].dtype),
-        "k": l2norm(inputs["k"].float()).to(inputs["k"].dtype),
-        "beta": activate_beta(inputs["beta"], "sigmoid"),
-        "allow_neg_eigval": False,
-        "use_qk_l2norm_in_kernel": False,
-        "use_beta_sigmoid_in_kernel": False,
-        "output_final_state": False,
-    }
-    return {**inputs, **bare}

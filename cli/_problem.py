@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # option: the number of a problem it gives, what argparse needs
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "operator": ("operator", {"metavar": "NAME", "help": "the operator (chunk_kda)"}),
     "heads": ("H", {"type": int, "metavar": "H", "help": "query/key heads"}),
     "value-heads": ("HV", {"type": int, "metavar": "HV", "help": "value heads, a multiple of the heads"}),
     "K": ("K", {"type": int, "help": "key head dimension (128)"}),
@@ -183,6 +184,7 @@ def _name(w: Workload) -> str:
         count, longest = len(w.lengths), max(w.lengths)
         shape = f"packed-{count}x{longest}" if count * longest == w.T else f"packed-{count}-T{w.T}-longest{longest}"
     parts = {
+        w.operator: w.operator != "chunk_kda",
         "train": w.direction == "bwd",
         _KINDS.get((w.gate, w.decay), w.gate): True,
         shape: True,

@@ -37,7 +37,9 @@ def check_speed(subject: Subject, device: Device) -> Finding:
     where = torch_device(device)
     inputs = workload.inputs(where)
     plans = {"plan": subject.plan, "default": default}
-    launches = {name: make_launch(inputs, workload.direction, plan) for name, plan in plans.items()}
+    launches = {
+        name: make_launch(workload.declaration, inputs, workload.direction, plan) for name, plan in plans.items()
+    }
     reps = 3 if device.kind == "cpu" else 20
     with torch.no_grad():
         rounds = [time_interleaved(launches, where, rounds=SUBROUNDS, reps=reps) for _ in range(ROUNDS)]

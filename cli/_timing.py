@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kda_tl.bench import operator_tensors, torch_device
-from kda_tl.chunk import chunk_kda
 from kda_tl.cli._call import make_step
 from kda_tl.cli._console import one_line
 from kda_tl.cli._floor import Ceilings, Row, call_bytes
@@ -99,15 +98,15 @@ def _time_stages(
 ) -> tuple[Row, ...]:
     """Every stage by itself, on what the stages before it made."""
     where = torch_device(device)
-    tensors, sizes = operator_tensors(workload, program.plan.BT, where, segments=program.segments)
+    tensors, sizes = operator_tensors(workload, program.plan.BT, where, segments=program.pipeline.segments)
     case = Case(problem=workload.problem(), device=device, BT=program.plan.BT, BC=program.plan.BC)
     rows: list[Row] = []
 
-    def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+    def launch(stage: Stage, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         kernel = program.kernels[stage.name]
         outputs = kernel.allocate(sizes, where)
-        launch = functools.partial(kernel.launch, inputs, outputs, where)
-        median, mad = summarise(time_launch(launch, where, reps=settings.reps * settings.rounds))
+        again = functools.partial(kernel.launch, inputs, outputs, where)
+        median, mad = summarise(time_launch(again, where, reps=settings.reps * settings.rounds))
         cost = stage.cost(case, sizes)
         rows.append(
             Row(
@@ -122,7 +121,7 @@ def _time_stages(
         )
         return tuple(outputs)
 
-    program.compute(run, tensors)
+    program.flow().run(launch, tensors)
     return tuple(rows)
 
 
@@ -132,12 +131,12 @@ def _time_calls(
     """The operator and its peers, round by round in turns; of a backward, whole steps with the forward before it."""
     where = torch_device(device)
     inputs = workload.inputs(where)
-    operators: dict[str, Operator] = {OURS: lambda given: chunk_kda(**given)}
+    operators: dict[str, Operator] = {OURS: lambda given: workload.declaration.call(**given)}
     left_out: dict[str, str] = {}
     if settings.peers:
         peers, left_out = find_peers(workload, where)
         operators |= peers
-    calls, outputs = _try_operators(operators, inputs, workload.direction, left_out)
+    calls, outputs = _try_operators(operators, inputs, workload, left_out)
     graphs = {name: graph for name, call in calls.items() if (graph := _capture(call, device))}
     eager = time_interleaved(calls, where, rounds=settings.rounds, reps=settings.reps)
     replayed = time_interleaved(graphs, where, rounds=settings.rounds, reps=settings.reps)
@@ -166,14 +165,16 @@ def _compare(times_us: Mapping[str, float], name: str) -> float:
 
 
 def _try_operators(
-    operators: Mapping[str, Operator], inputs: Mapping[str, Any], direction: str, left_out: dict[str, str]
+    operators: Mapping[str, Operator], inputs: Mapping[str, Any], workload: Workload, left_out: dict[str, str]
 ) -> tuple[dict[str, Call], dict[str, torch.Tensor]]:
     """Calls to time, and what each computes; a peer that refuses the problem is left out, and why."""
     calls: dict[str, Call] = {}
     outputs = {}
     for name, operator in operators.items():
         try:
-            call = make_step(operator, inputs) if direction == "bwd" else functools.partial(operator, inputs)
+            call: Call = functools.partial(operator, inputs)
+            if workload.direction == "bwd":
+                call = make_step(operator, inputs, workload.declaration.tensors)
             outputs[name] = call()[0]
             calls[name] = call
         except Exception as error:  # peers refuse however they like
@@ -193,7 +194,7 @@ def _least_cost(workload: Workload, device: Device, program: Program) -> Cost:
         moved += call_bytes(forward)
     flops = 0
     for each in programs:
-        sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.segments).sizes
+        sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.pipeline.segments).sizes
         flops += sum(kernel.stage.cost(kernel.case, sizes).flops for kernel in each.kernels.values())
     return Cost(bytes=moved, flops=flops)
 

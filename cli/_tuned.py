@@ -50,7 +50,7 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
             if found.default is not None:
                 plan = "the plan that was stored" if found.improved else "the default plan, which nothing beat"
                 name = found.workload.name
-                terminal.note(f"Calling chunk_kda for {name} with {plan} ({number} of {len(stored)}).")
+                terminal.note(f"Calling {found.workload.operator} for {name} with {plan} ({number} of {len(stored)}).")
                 served[name] = serve(found.workload, found.default, report.device)
     values = {
         "gpu": report.device.slug,
@@ -88,11 +88,13 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     where = torch_device(device)
     choice = choose(workload.problem(), device)
     checked = workload.trimmed(CHECKED_TOKENS[workload.direction])
-    errors = measure_errors(checked.inputs(where), choice.plan, workload.direction)
+    errors = measure_errors(workload.declaration, checked.inputs(where), choice.plan, workload.direction)
     inputs = workload.inputs(where)
     is_default = choice.plan == default
     plans = {"tuned": None} if is_default else {"tuned": None, "default": default}
-    launches = {name: make_launch(inputs, workload.direction, plan) for name, plan in plans.items()}
+    launches = {
+        name: make_launch(workload.declaration, inputs, workload.direction, plan) for name, plan in plans.items()
+    }
     with torch.no_grad():
         rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
     rounds.setdefault("default", rounds["tuned"])
@@ -115,8 +117,9 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
     if stages:
         yield _stage_table(stages)
     if served:
-        right = ("BT/BC", "chunk_kda", "default", "gain", "error")
-        table = make_table("workload", "pipeline", "BT/BC", "chunk_kda", "default", "gain", "error", right=right)
+        called = ", ".join(dict.fromkeys(found.workload.operator for found in report.workloads))
+        right = ("BT/BC", called, "default", "gain", "error")
+        table = make_table("workload", "pipeline", *right, right=right)
         for found in report.workloads:
             if (s := served.get(found.workload.name)) is not None and found.entry is not None:
                 plan = found.entry.plan
@@ -124,7 +127,7 @@ def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
                 times = (format_us(s.tuned_us), *default, format_error(s.error))
                 table.add_row(found.workload.name, plan["pipeline"], format_chunks(plan), *times)
         yield table
-        yield "error: of chunk_kda, relative to the float64 recurrence."
+        yield f"error: of {called}, relative to the float64 recurrence."
         if any(s.is_default for s in served.values()):
             yield "same plan: nothing beat the default in the contest of plans, so the stored record names it."
         yield from _explain_noise(report, served)

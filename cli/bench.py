@@ -22,6 +22,7 @@ from kda_tl.cli._console import (
 from kda_tl.cli._problem import add_workload_arguments, read_numbers, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here
 from kda_tl.errors import InputError
+from kda_tl.toolchain import import_tilelang
 
 if TYPE_CHECKING:
     from kda_tl.cli._floor import Ceilings, Row
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
     """Everything that can be refused is refused before the first measurement."""
     device = find_here(args.gpu, args)
+    import_tilelang()
     if (args.reps or 1) < 1 or args.rounds < 1:
         raise InputError("--reps and --rounds must be at least 1.")
     from kda_tl.cli._floor import measure_ceilings

@@ -1,4 +1,4 @@
-"""``kda-tl show``: the tuned plans of all databases, or the workloads that have names."""
+"""``kda-tl show``: the tuned plans of all databases, a pipeline, or the workloads that have names."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--db", metavar="DIR", help="the database in this directory instead of the usual ones")
     add_workload_arguments(parser, "all", leave_out=NOT_IN_KEYS, alone="they choose among plans")
     parser.add_argument("--workloads", action="store_true", help="the workloads and their tags instead of plans")
+    parser.add_argument("--pipeline", metavar="NAME", help="how tensors flow through a pipeline instead of plans")
     parser.add_argument("--stale", action="store_true", help="only plans whose templates changed since")
     parser.add_argument("--json", action="store_true", help="everything that is stored, as JSON")
 
@@ -36,9 +37,13 @@ class Row:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Lists the entries that pass the filters, or the workloads."""
+    """Lists the entries that pass the filters, or the workloads; or draws a pipeline."""
     if args.workloads:
         return _show_workloads(args, terminal)
+    if args.pipeline:
+        from kda_tl.cli import _flow
+
+        return _flow.run(args, terminal)
     databases = _databases(args.db)
     passes = _make_filter(args)
     rows = [row for row in _rows(databases) if passes(row)]
@@ -82,19 +87,19 @@ def _make_filter(args: argparse.Namespace) -> Callable[[Row], bool]:
     """Whether a row is of the workloads that were named, changed as asked; else whether it has the numbers given."""
     given = read_numbers(args)
     problems = [workload.problem() for workload in read_workloads(args)] if args.workload else []
-    keys = {(problem.direction, Key.of(problem)) for problem in problems}
+    keys = {(problem.operator, problem.direction, Key.of(problem)) for problem in problems}
 
     def passes(row: Row) -> bool:
         key, direction = row.entry.key, row.file.direction
-        fits = (direction, key) in keys if args.workload else _has_numbers(key, direction, given)
+        fits = (row.file.operator, direction, key) in keys if args.workload else _has_numbers(row.file, key, given)
         return fits and args.source in (None, row.database.name) and (bool(row.stale) or not args.stale)
 
     return passes
 
 
-def _has_numbers(key: Key, direction: str, given: Mapping[str, Any]) -> bool:
+def _has_numbers(file: TuningFile, key: Key, given: Mapping[str, Any]) -> bool:
     """Whether a key is of problems with some numbers; heads and tokens are those of its buckets."""
-    told = {"direction": direction, **key._asdict()}
+    told = {"operator": file.operator, "direction": file.direction, **key._asdict()}
     wanted: dict[str, Any] = {name: value for name, value in given.items() if name in told}
     if heads := given.get("HV", given.get("H", 0) * key.group):
         wanted["heads_bucket"] = round_heads(heads)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kda_tl.stage import Plan
     from kda_tl.workloads import Workload
 
-OPERATOR = "chunk_kda"
 TAGS = {"fwd": {"cpu": "cpu", "cuda": "tune"}, "bwd": {"cpu": "train-cpu", "cuda": "train"}}  # tuned on such devices
 RAGGED: dict[str, Any] = {"B": 2, "T": 97, "lengths": ()}  # ends inside a chunk of any size
 PACKED: dict[str, Any] = {"B": 1, "T": 0, "lengths": (63, 0, 1, 130)}  # an empty sequence, one of a single token
@@ -182,15 +181,17 @@ def _stored_subjects(
     """Plans stored for a device and a pass, if workloads were chosen those of theirs; unusable ones are findings."""
     from kda_tl.db import Key
     from kda_tl.dispatch import parse_plan
+    from kda_tl.ops import load_all
 
     findings: list[Finding] = []
     found: list[Subject] = []
-    file = database.files.get((device.slug, OPERATOR, direction))
-    owners = {Key.of(w.problem()): w for w in chosen if w.direction == direction}
-    for key, entry in sorted(file.entries.items()) if file else ():
-        if chosen and key not in owners:
+    files = [database.files.get((device.slug, operator, direction)) for operator in load_all()]
+    owners = {(w.operator, Key.of(w.problem())): w for w in chosen if w.direction == direction}
+    for file, key in [(each, key) for each in files if each for key in sorted(each.entries)]:
+        if chosen and (file.operator, key) not in owners:
             continue
-        workload = owners.get(key) or find_workload(entry, direction)
+        entry = file.entries[key]
+        workload = owners.get((file.operator, key)) or find_workload(entry, direction, file.operator)
         name = f"stored {workload.name}"
         try:
             plan = parse_plan(entry.plan, workload.problem(), device)
@@ -213,14 +214,14 @@ def _served_subjects(database: Database, device: Device, chosen: Sequence[Worklo
             yield Subject(name=name, workload=workload, plan=choice.plan, shipped=True)
 
 
-def find_workload(entry: Entry, direction: str) -> Workload:
+def find_workload(entry: Entry, direction: str, operator: str = "chunk_kda") -> Workload:
     """The workload of a pass that an entry was tuned on; where the table has none, one of its buckets."""
     from kda_tl.db import Key
     from kda_tl.workloads import WORKLOADS, Workload
 
     key = entry.key
     for workload in WORKLOADS:
-        if workload.direction == direction and Key.of(workload.problem()) == key:
+        if (workload.operator, workload.direction) == (operator, direction) and Key.of(workload.problem()) == key:
             return workload
     H = max(1, key.heads_bucket // key.group)
     count = max(1, key.tokens_bucket // key.longest_bucket)
@@ -228,7 +229,8 @@ def find_workload(entry: Entry, direction: str) -> Workload:
     if key.varlen:
         shape = {"lengths": (key.longest_bucket,) * count}
     sizes: dict[str, Any] = {"H": H, "HV": H * key.group, "K": key.K, "V": key.V}
-    return Workload(name=key.text, dtype=key.dtype, gate=key.gate, direction=direction, **sizes, **shape)
+    kind: dict[str, Any] = {"operator": operator, "dtype": key.dtype, "gate": key.gate, "direction": direction}
+    return Workload(name=key.text, **kind, **sizes, **shape)
 
 
 def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
@@ -241,9 +243,9 @@ def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
     for variant in variants_of(subject):
         finding = Finding(subject=subject.name, check=variant.name, passed=False, tolerance=tolerance)
         inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
-        inputs = _call.without_extras(inputs) if variant.name == "bare" else inputs
+        inputs = w.declaration.bare(inputs) if variant.name == "bare" else inputs
         try:
-            errors = _call.measure_errors(inputs, subject.plan, w.direction)
+            errors = _call.measure_errors(w.declaration, inputs, subject.plan, w.direction)
         except Exception as error:  # whatever breaks, the others are still to be checked
             yield replace(finding, detail=f"{type(error).__name__}: {one_line(error)}")
             continue

@@ -20,9 +20,10 @@ from kda_tl.errors import (
 
 if TYPE_CHECKING:
     from kda_tl import fla
-    from kda_tl.chunk import chunk_kda, explain
     from kda_tl.db import use
     from kda_tl.dispatch import pin
+    from kda_tl.ops.entry import explain
+    from kda_tl.ops.kda import chunk_kda
 
 __version__ = "0.1.0"
 
@@ -47,8 +48,8 @@ __all__ = [
 
 # Loaded at first use, so that `kda-tl --help` and the submodules without tensors do not wait for torch.
 _LAZY = {
-    "chunk_kda": "kda_tl.chunk",
-    "explain": "kda_tl.chunk",
+    "chunk_kda": "kda_tl.ops.kda",
+    "explain": "kda_tl.ops.entry",
     "pin": "kda_tl.dispatch",
     "use": "kda_tl.db",
 }

@@ -18,11 +18,11 @@ from kda_tl.errors import CompileError
 from kda_tl.kernel import TORCH_DTYPE, Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.measure import check
+from kda_tl.pipeline import Pipeline, operand_shapes
 from kda_tl.program import Program
 from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.stage import Case, Config, Plan, Stage, TensorSpec
-from kda_tl.templates.pipelines import PIPELINES, Pipeline
-from kda_tl.workloads import LOWER_BOUND, Workload, draw_gradients
+from kda_tl.workloads import Workload, draw_gradients
 
 STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
 PLAN_CHECK_TOKENS = 320
@@ -37,7 +37,6 @@ _TOLERANCE = {
 # No matrix unit rounds its operands there. Backward: eleven stages of 2e-5 at most; what they lose in dA_log adds up.
 _TOLERANCE_FP32_ON_CPU = {"fwd": 1e-5, "bwd": 2e-4}
 _BASE_TRIES = 8
-_SEQUENCES = ("q", "k", "v", "g", "beta")
 
 Tensors = Mapping[str, Any]
 
@@ -88,21 +87,17 @@ def operator_tensors(
 
 def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict[str, Any]:
     """Tensors and numbers of a call as a pipeline takes them."""
-    inputs = workload.inputs(device, seed)
-    bias = inputs.get("dt_bias")
-    tensors: dict[str, Any] = {name: inputs[name].flatten(0, 1) for name in _SEQUENCES}
-    tensors |= {
-        "A_log": inputs.get("A_log"),
-        "dt_bias": None if bias is None else bias.view(workload.HV, workload.K),
-        "h0": inputs.get("initial_state"),
-        "scale": workload.K**-0.5,
-        "lower_bound": LOWER_BOUND,
-    }
+    operator, problem = workload.declaration, workload.problem()
+    a = operator.bind(**workload.inputs(device, seed))
+    tensors: dict[str, Any] = {name: getattr(a, argument) for name, argument in operator.operands.items()}
     if workload.direction == "bwd":
-        shape = (workload.V, workload.K) if workload.state_v_first else (workload.K, workload.V)
-        state = torch.empty(len(workload.bounds) - 1, workload.HV, *shape, device=device)
-        tensors["do"], tensors["dht"] = draw_gradients(tensors["v"], state, seed)
-    return tensors
+        dims = (workload.V, workload.K) if workload.state_v_first else (workload.K, workload.V)
+        state = torch.empty(len(workload.bounds) - 1, workload.HV, *dims, device=device)
+        tensors["do"], tensors["dht"] = draw_gradients(getattr(a, operator.like).flatten(0, 1), state, seed)
+    for name, shape in operand_shapes(problem).items():
+        if tensors.get(name) is not None:
+            tensors[name] = tensors[name].view(shape)
+    return tensors | operator.numbers(a)
 
 
 def plan_tolerance(workload: Workload, device: Device) -> float:
@@ -135,13 +130,11 @@ def make_pass(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) 
     """
     where, problem = torch_device(device), workload.problem()
     program = Program.build(plan, problem, device)
-    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.segments, seed=seed)
+    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.pipeline.segments, seed=seed)
     call_bytes, kept = _count_bytes(tensors.values()), {}
     if plan.kept:  # by the stages that a forward shares with it
-        names = PIPELINES[plan.pipeline].factors
-        made = program.run(tensors, sizes, where, kept=names)
-        kept = {name: made[name] for name in names}
-        program = Program.build(plan, problem, device, resumed=True)
+        kept = program.run(tensors, sizes, where, program.pipeline.residuals)
+        program = Program.build(plan, problem, device, from_residuals=True)
     run = functools.partial(program.run, tensors | kept, sizes, where)
     return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(kept.values()))
 
@@ -166,25 +159,15 @@ def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0)
 
 @functools.lru_cache(maxsize=4)
 def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-    """The results of the workload's pass by the pipelines' names, tokens flattened over the batch."""
-    x = _flatten_inputs(workload, device, seed)
-    arguments = {
-        **{name: x[name][None] for name in _SEQUENCES},
-        "gate": workload.gate,
-        "A_log": x["A_log"],
-        "dt_bias": x["dt_bias"],
-        "lower_bound": x["lower_bound"],
-        "initial_state": x["h0"],
-        "beta_mode": workload.beta,
-        "use_l2norm": True,
-        "state_v_first": workload.state_v_first,
-        "cu_seqlens": torch.tensor(workload.bounds),
-    }
+    """The results of the workload's pass by the pipelines' names, in their shapes."""
+    operator, shapes = workload.declaration, operand_shapes(workload.problem())
+    arguments = operator.recurrence(operator.bind(**workload.inputs(device, seed)))
     if workload.direction == "bwd":
-        found = recurrent_gradients(arguments, x["do"][None], x["dht"])
-        return {name: grad[0] if name[1:] in _SEQUENCES else grad for name, grad in found.items()}
+        x = _flatten_inputs(workload, device, seed)
+        found = recurrent_gradients(arguments, x["do"].view_as(arguments["v"]), x["dht"])
+        return {name: grad.view(shapes.get(name[1:], grad.shape)) for name, grad in found.items()}
     o, ht = recurrent_kda(**arguments)
-    return {"o": o[0], "ht": ht}
+    return {"o": o.view(shapes["v"]), "ht": ht}
 
 
 _recorded: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
@@ -214,11 +197,11 @@ def record(bench: Bench) -> tuple[dict[str, Tensors], dict[str, int]]:
         tensors, sizes = _bench_tensors(bench, bench.workload)
         recorded: dict[str, Tensors] = {}
 
-        def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+        def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             recorded[stage.name] = _as_operands(stage, case, inputs)
             return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
 
-        bench.pipeline.compute(run, tensors)
+        bench.pipeline.flow(case.problem).run(launch, tensors)
         return recorded, sizes
 
     return _keep(_recorded, bench.key, make)
@@ -245,13 +228,13 @@ def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, i
         tensors, sizes = _bench_tensors(bench, twin)
         judged: dict[str, tuple[Tensors, Tensors]] = {}
 
-        def run(stage: Stage, **inputs: Any) -> tuple[Any, ...]:
+        def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             operands = _as_operands(stage, case, inputs)
             expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
             judged[stage.name] = operands, expected
             return tuple(expected.get(name) for name in stage.outputs)
 
-        bench.pipeline.compute(run, tensors)
+        bench.pipeline.flow(case.problem).run(launch, tensors)
         return judged, sizes
 
     return _keep(_judged, bench.key, make)

@@ -109,7 +109,7 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
         raise InputError(f"there is no {problem.direction} pipeline {stored['pipeline']!r}.")
     case = Case(problem=problem, device=device, BT=stored["BT"], BC=stored["BC"])
     kept = stored.get("kept", False)
-    if kept and pipeline.resumed is None:
+    if kept and not pipeline.residuals:
         raise InputError(f"{pipeline.name} has nothing to keep: it cannot begin with what a forward made.")
     if set(stored["stages"]) != {stage.name for stage in pipeline.stages}:
         raise InputError(f"the stages of {pipeline.name} are {[s.name for s in pipeline.stages]}.")
@@ -306,13 +306,13 @@ def choose(problem: Problem, device: Device, chunk_size: int | None = None) -> C
 
 
 @functools.lru_cache(maxsize=512)
-def build_program(plan: Plan, problem: Problem, device: Device, *, resumed: bool = False) -> Program:
+def build_program(plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
     """A plan's kernels for a problem without lengths, compiled once a process; see :meth:`Program.build`.
 
     Raises:
         CompileError: a kernel does not compile; the message names stage, config and reason.
     """
-    return Program.build(plan, problem, device, resumed=resumed)
+    return Program.build(plan, problem, device, from_residuals=from_residuals)
 
 
 def prepare(problem: Problem, device: Device, chunk_size: int | None = None) -> tuple[Choice, Program | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kda_tl import db
 from kda_tl.contest import PLANS, ROUNDS, Run, Verdict, describe_failure, hold_contest
@@ -14,15 +14,13 @@ from kda_tl.errors import InputError, KdaTlError
 from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import read_gpu_state
+from kda_tl.pipeline import Pipeline
 from kda_tl.progress import Geometry, PartStarted, PlanDone, PlanResult
 from kda_tl.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.stage import Case, Config, Plan
 from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
 from kda_tl.trial import CompileJob, PlanContest, PlanTrial
 from kda_tl.workloads import Workload
-
-if TYPE_CHECKING:
-    from kda_tl.templates.pipelines import Pipeline
 
 OBJECTIVES = ("balanced", "time", "memory")
 _PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
@@ -210,7 +208,7 @@ def find_kept_twin(plan: Plan, objective: str) -> Plan | None:
     """The plan that begins with what the forward kept; None if there is nothing to keep, or memory is what counts."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    if objective == "memory" or PIPELINES[plan.pipeline].resumed is None:
+    if objective == "memory" or not PIPELINES[plan.pipeline].residuals:
         return None
     return replace(plan, kept=True)
 

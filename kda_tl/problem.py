@@ -121,6 +121,10 @@ class Problem:
         if self.tokens % self.rank:
             raise InputError(f"{self.tokens} rows cannot be tokens of {self.rank} rows each.")
 
+    def has(self, tensor: str) -> bool:
+        """Whether an operand of pipelines plays a part: those of a gate that is not computed do not."""
+        return {"A_log": self.has_A_log, "dt_bias": self.has_dt_bias, "h0": self.initial_state}.get(tensor, True)
+
     @property
     def group(self) -> int:
         """Value heads per query/key head."""

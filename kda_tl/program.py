@@ -10,6 +10,7 @@ import torch
 
 from kda_tl.device import Device
 from kda_tl.kernel import Kernel, compile_stage
+from kda_tl.pipeline import Flow, Pipeline
 from kda_tl.problem import Problem
 from kda_tl.replay import Replay, record
 from kda_tl.stage import Case, Plan, Stage
@@ -20,26 +21,26 @@ _REPLAYS_LIMIT = 256  # sizes a program remembers
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """On the CPU the pipeline runs stage by stage as it is written; on CUDA it is recorded once a size and replayed.
+    """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed.
 
     Attributes:
         plan: what it was built from.
         problem: what it was built for.
-        compute: the pipeline's function.
+        pipeline: of the plan.
         kernels: by stage name.
-        segments: that chunks are cut into, see :class:`kda_tl.templates.pipelines.Pipeline`.
+        given: what callers give beside the operator's tensors: residuals, or nothing.
     """
 
     plan: Plan
     problem: Problem
-    compute: Callable[..., dict[str, Any]]
+    pipeline: Pipeline
     kernels: Mapping[str, Kernel]
-    segments: int = 1
+    given: tuple[str, ...] = ()
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def build(cls, plan: Plan, problem: Problem, device: Device, *, resumed: bool = False) -> Program:
-        """Compiles the stages that a problem needs; with ``resumed``, of a backward that goes on from kept factors.
+    def build(cls, plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
+        """Compiles the stages that a problem needs; ``from_residuals``, those that residuals do not spare.
 
         Raises:
             CompileError: a stage cannot be compiled.
@@ -48,18 +49,20 @@ class Program:
 
         case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
         pipeline = PIPELINES[plan.pipeline]
-        if resumed and pipeline.resumed is not None:
-            pipeline = pipeline.resumed
-        stages = pipeline.stages_of(problem)
+        given = pipeline.residuals if from_residuals else ()
+        stages = pipeline.flow(problem, given=given).stages
         kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in stages}
-        return cls(plan=plan, problem=problem, compute=pipeline.compute, kernels=kernels, segments=pipeline.segments)
+        return cls(plan=plan, problem=problem, pipeline=pipeline, kernels=kernels, given=given)
+
+    def flow(self, results: Sequence[str] | None = None) -> Flow:
+        """The launches that make some results, those of the problem unless given."""
+        return self.pipeline.flow(self.problem, results, self.given)
 
     def bind(
         self,
         sizes: Mapping[str, int],
         device: torch.device,
-        unwanted: tuple[str, ...] = (),
-        kept: tuple[str, ...] = (),
+        results: tuple[str, ...] | None = None,
         views: tuple[tuple[str, tuple[int, ...]], ...] = (),
     ) -> Compute:
         """The pass for all calls of one size; calling it does not wait for the device.
@@ -67,39 +70,36 @@ class Program:
         Args:
             sizes: of :class:`kda_tl.layout.Layout`.
             device: where it runs.
-            unwanted: results that the caller has no use for.
-            kept: outputs of stages that the caller wants beside the results.
+            results: names of the tensors that the caller wants, also residuals; those of the problem unless given.
             views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
 
         Returns:
             A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
-            the batch) that returns the pipeline's results by name, None for absent ones and on CUDA for unwanted ones.
+            the batch) that returns the results by name, None for absent ones.
         """
         if device.type != "cuda":
-            return lambda tensors: self.run(tensors, sizes, device, kept)
-        key = (*sizes.items(), device, unwanted, kept, views)
+            return lambda tensors: self.run(tensors, sizes, device, results)
+        key = (*sizes.items(), device, results, views)
         found = self._replays.get(key)
         if found is None:
             if len(self._replays) >= _REPLAYS_LIMIT:
                 self._replays.clear()
-            found = self._replays[key] = Replay(
-                record(self._keep(kept), self.kernels, sizes), device, unwanted, dict(views)
-            )
+            recording = record(self.flow(results), self.kernels, sizes)
+            found = self._replays[key] = Replay(recording, device, dict(views))
         return found
 
     def run(
-        self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device, kept: tuple[str, ...] = ()
+        self,
+        tensors: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        device: torch.device,
+        results: tuple[str, ...] | None = None,
     ) -> dict[str, Any]:
         """One call: see :meth:`bind`."""
         if device.type == "cuda":
-            return self.bind(sizes, device, kept=kept)(tensors)
+            return self.bind(sizes, device, results)(tensors)
 
-        def run(stage: Stage, **inputs: Any) -> Sequence[Any]:
+        def launch(stage: Stage, inputs: Mapping[str, Any]) -> Sequence[Any]:
             return self.kernels[stage.name](inputs, sizes, device)
 
-        return self._keep(kept)(run, tensors)
-
-    def _keep(self, names: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
-        from kda_tl.templates.pipelines import keeping
-
-        return keeping(self.compute, names) if names else self.compute
+        return self.flow(results).run(launch, tensors)

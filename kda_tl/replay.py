@@ -1,7 +1,7 @@
 """A pass recorded once for the sizes of a call and replayed by address.
 
 The calls a pipeline makes, the shapes they see and the order in which intermediates die are the same for every call of
-one size. So the pipeline runs once on symbols; intermediates get places in one workspace, those that never live
+one size. So its flow is followed once with symbols; intermediates get places in one workspace, those that never live
 together sharing them; and a replay allocates the workspace and the results, writes addresses into prepared headers and
 calls each kernel's host function. With a PyTorch tensor for every intermediate, a call of five stages took the host 98
 to 115 us (H200), longer than its kernels on a short sequence.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +21,19 @@ import torch
 from kda_tl.errors import LaunchError
 from kda_tl.ffi import Arguments, Headers, prepare_call, set_stream, take_error
 from kda_tl.kernel import Kernel, Slot, placeholder
-from kda_tl.stage import Stage
+from kda_tl.pipeline import Flow
 
 ALIGNMENT = 256  # bytes, as PyTorch's allocator
 
 
 @dataclass(eq=False)
 class Symbol:
-    """A tensor of a recorded pass, or a number given to it.
+    """A tensor of a recorded pass.
 
     Attributes:
         name: of the operator's argument or the stage's output.
         role: "given" by the caller, "made" by a launch, or "absent" from the problem.
-        slot: how the last kernel that used the tensor sees it; numbers have none.
+        slot: how the last kernel that used the tensor sees it.
         born: number of the launch that makes it.
         dies: number of the last launch that uses it.
     """
@@ -63,33 +63,23 @@ class Recording:
     results: Mapping[str, Symbol | None]
 
 
-class _Arguments(dict[str, Symbol]):
-    """The operator's arguments by name: each becomes a symbol when the pipeline asks for it."""
-
-    def __missing__(self, name: str) -> Symbol:
-        found = self[name] = Symbol(name, "given")
-        return found
-
-
-def record(
-    compute: Callable[..., Mapping[str, Any]], kernels: Mapping[str, Kernel], sizes: Mapping[str, int]
-) -> Recording:
-    """Runs a pipeline's function on symbols instead of tensors."""
+def record(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -> Recording:
+    """Follows a flow with symbols in the place of tensors."""
     launches: list[Launch] = []
-
-    def run(stage: Stage, **given: Symbol | None) -> Sequence[Symbol | None]:
-        kernel, number, tensors = kernels[stage.name], len(launches), []
+    environment: dict[str, Symbol] = {}
+    for number, stage in enumerate(flow.stages):
+        kernel, tensors = kernels[stage.name], []
         for slot in kernel.slots:
-            symbol = Symbol(slot.name, "made", born=number) if slot.written else given[slot.name]
-            if symbol is None or not slot.present:
+            if not slot.present:
                 symbol = Symbol(slot.name, "absent")
+            elif slot.written:
+                symbol = environment[slot.name] = Symbol(slot.name, "made", born=number)
+            else:
+                symbol = environment.setdefault(slot.name, Symbol(slot.name, "given"))
             symbol.slot, symbol.dies = slot, number
             tensors.append(symbol)
-        numbers = tuple(symbol.name for name in stage.scalars if (symbol := given[name]))
-        launches.append(Launch(kernel=kernel, tensors=tuple(tensors), numbers=numbers))
-        return [symbol if symbol.role == "made" else None for symbol in tensors if symbol.slot and symbol.slot.written]
-
-    results = compute(run, _Arguments())
+        launches.append(Launch(kernel=kernel, tensors=tuple(tensors), numbers=stage.scalars))
+    results = {name: environment.get(name) for name in flow.results}
     return Recording(sizes=sizes, launches=tuple(launches), results=results)
 
 
@@ -123,7 +113,6 @@ class Replay:
     Args:
         recording: the pass.
         device: where it runs.
-        unwanted: results that the caller has no use for.
         views: shapes of results other than the recorded ones, of as many elements.
 
     Attributes:
@@ -134,11 +123,10 @@ class Replay:
         self,
         recording: Recording,
         device: torch.device,
-        unwanted: tuple[str, ...] = (),
         views: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         slots = {s: s.slot for launch in recording.launches for s in launch.tensors if s.slot}
-        wanted = {name: symbol for name, symbol in recording.results.items() if symbol and name not in unwanted}
+        wanted = {name: symbol for name, symbol in recording.results.items() if symbol}
         inner = [s for s in slots if s.role == "made" and s not in wanted.values()]
         given = [s for s in slots if s.role == "given"]
         absent = [s for s in slots if s.role == "absent"]
@@ -155,7 +143,7 @@ class Replay:
         self._given = [s.name for s in given]
         seen = {name: shapes[s] for name, s in wanted.items()} | dict(views or {})
         self._wanted = [(name, seen[name], placeholder(slots[s].dtype, device).new_empty) for name, s in wanted.items()]
-        self._unwanted = dict.fromkeys(name for name in recording.results if name not in wanted)
+        self._absent = dict.fromkeys(name for name in recording.results if name not in wanted)
         self._new_bytes = placeholder(torch.uint8, device).new_empty
 
         address = {symbol: self._headers.address(i) for i, symbol in enumerate(order)}
@@ -172,7 +160,7 @@ class Replay:
         """Launches the kernels.
 
         Returns:
-            The pass's results by name, None for unwanted and absent ones.
+            The pass's results by name, None for absent ones.
 
         Raises:
             LaunchError: a kernel was refused.
@@ -190,7 +178,7 @@ class Replay:
                     block.numbers[:] = [arguments[name] for name in names]
                 self._numbers = numbers
             self._launch()
-        results.update(self._unwanted)
+        results.update(self._absent)
         return results
 
     def _launch(self) -> None:

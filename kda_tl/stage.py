@@ -5,6 +5,7 @@ Everything here is frozen data; nothing imports torch or tilelang.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -205,14 +206,15 @@ class Stage:
     weightless: Mapping[str, float] = field(default_factory=dict)
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
 
-    @property
+    @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """Parsed specs of all tensors, inputs first."""
         return {name: TensorSpec.parse(text) for name, text in {**self.inputs, **self.outputs}.items()}
 
-    def runs(self, problem: Problem) -> bool:
-        """Whether pipelines call it for a problem: not if the problem lacks all that it writes."""
-        return any(TensorSpec.parse(text).present(problem) for text in self.outputs.values())
+    def tensors_of(self, problem: Problem) -> tuple[list[str], list[str]]:
+        """Names of the tensors that it reads and of those that it writes, but for what the problem lacks."""
+        present = [name for name, spec in self.specs.items() if spec.present(problem)]
+        return [name for name in present if name in self.inputs], [name for name in present if name in self.outputs]
 
     def candidates(self, case: Case) -> Iterator[Config]:
         """Every config of the space that the case does not reject."""

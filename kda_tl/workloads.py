@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,20 +10,18 @@ from typing import Any
 import torch
 
 from kda_tl.errors import InputError
+from kda_tl.ops import load_all
+from kda_tl.ops.operator import Operator
 from kda_tl.problem import Problem
-from kda_tl.reference import activate_gate
 
 DECAYS = ("steep", "slow")
-LOWER_BOUND = -5.0
-_SLOW_SHIFT = 7.0  # subtracted from the raw gate: a state then survives thousands of tokens
 _MAX_TRIMMED_SEQUENCES = 4
 _GRADIENT_SEEDS = 1 << 31  # away from the seeds of inputs: do would else be the very numbers of q; a CPU keeps 32 bits
-_TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One pass of ``chunk_kda`` with a name: l2norm and gate in the kernels, final state written.
+    """One pass of an operator with a name: l2norm and gate in the kernels, final state written.
 
     Attributes:
         name: unique, as passed to ``--workload``.
@@ -41,6 +38,7 @@ class Workload:
         beta: "plain", "sigmoid" or "sigmoid2", the step size.
         initial_state: there is a state before the first token.
         state_v_first: states are [V, K] instead of [K, V].
+        operator: which operator.
         direction: "fwd", or "bwd" for the gradients of the same call.
         tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
             other implementations; "train" and "train-cpu" for the backward.
@@ -63,6 +61,7 @@ class Workload:
     beta: str = "sigmoid"
     initial_state: bool = False
     state_v_first: bool = False
+    operator: str = "chunk_kda"
     direction: str = "fwd"
     tags: tuple[str, ...] = ()
 
@@ -89,6 +88,14 @@ class Workload:
         lengths = self.lengths or (self.T,) * self.B
         return tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
 
+    @property
+    def declaration(self) -> Operator:
+        """The operator."""
+        operators = load_all()
+        if self.operator not in operators:
+            raise InputError(f"there is no operator {self.operator!r}: choose one of {', '.join(operators)}.")
+        return operators[self.operator]
+
     def problem(self) -> Problem:
         """What the operator makes of :meth:`inputs`, in its forward or its backward."""
         return Problem(
@@ -109,48 +116,14 @@ class Workload:
             initial_state=self.initial_state,
             final_state=True,
             state_v_first=self.state_v_first,
+            scalar_gate=self.declaration.scalar_gate,
+            operator=self.operator,
             direction=self.direction,
         )
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
-        """Keyword arguments for :func:`kda_tl.chunk_kda`, drawn on the device.
-
-        q, k, v, the logits of beta and the initial state are N(0, 1); a plain beta is the sigmoid of such logits. Raw
-        gate, A_log and dt_bias: see :func:`draw_gate`.
-        """
-        device = torch.device(device)
-        generator = torch.Generator(device=device).manual_seed(seed)
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(self.B, self.T, *shape, generator=generator, device=device).to(_TORCH_DTYPE[self.dtype])
-
-        inputs: dict[str, Any] = {
-            "q": draw(self.H, self.K),
-            "k": draw(self.H, self.K),
-            "v": draw(self.HV, self.V),
-            "beta": draw(self.HV),
-            "output_final_state": True,
-            "use_qk_l2norm_in_kernel": True,
-            "use_gate_in_kernel": self.gate != "log",
-            "use_beta_sigmoid_in_kernel": self.beta != "plain",
-            "safe_gate": self.gate == "safe",
-            "lower_bound": LOWER_BOUND if self.gate == "safe" else None,
-            **draw_gate(self, generator),
-        }
-        if self.beta == "plain":
-            inputs["beta"] = inputs["beta"].sigmoid()
-        if self.beta == "sigmoid2":
-            inputs["allow_neg_eigval"] = True
-        if self.initial_state:
-            state = (self.V, self.K) if self.state_v_first else (self.K, self.V)
-            shape = (len(self.bounds) - 1, self.HV, *state)
-            inputs["initial_state"] = torch.randn(shape, generator=generator, device=device)
-        if self.state_v_first:
-            inputs["state_v_first"] = True
-        if self.lengths:
-            inputs["cu_seqlens_cpu"] = torch.tensor(self.bounds, dtype=torch.int32)
-            inputs["cu_seqlens"] = inputs["cu_seqlens_cpu"].to(device)
-        return inputs
+        """Keyword arguments for the operator, drawn on the device."""
+        return self.declaration.draw(self, torch.Generator(device=torch.device(device)).manual_seed(seed))
 
     def trimmed(self, tokens: int) -> Workload:
         """A twin of at most about ``tokens`` tokens that the same kernels serve, for checks against slow references.
@@ -171,31 +144,6 @@ class Workload:
 def _make_ragged(length: int, share: float) -> int:
     """A share of a length, odd, so that no chunk size divides it."""
     return max(1, min(length, int(length * share))) - 1 | 1
-
-
-def draw_gate(workload: Workload, generator: torch.Generator) -> dict[str, Any]:
-    """``g``, ``A_log`` and ``dt_bias`` of a workload.
-
-    Steep: raw g ~ N(0, 1), A_log and dt_bias ~ U(0, 1). Slow: the same with 7 subtracted from raw g; for the softplus
-    gate Mamba's initialisation instead, A ~ U(1, 16) and a step log-uniform in [0.001, 0.1]. A "log" gate gets what the
-    safe gate makes of the same numbers.
-
-    Source: gates of FlashKDA's benchmark (steep); ``mamba_ssm/modules/mamba2.py`` (A and dt_bias).
-    """
-    w, device = workload, generator.device
-    raw = torch.randn(w.B, w.T, w.HV, w.K, generator=generator, device=device)
-    A = torch.rand(w.HV, generator=generator, device=device)
-    bias = torch.rand(w.HV * w.K, generator=generator, device=device)
-    if w.gate == "softplus" and w.decay == "slow":
-        A = torch.log1p(15 * A)
-        step = torch.exp(math.log(1e-3) + bias * (math.log(1e-1) - math.log(1e-3)))
-        bias = step + torch.log(-torch.expm1(-step))  # the inverse of softplus
-    elif w.decay == "slow":
-        raw -= _SLOW_SHIFT
-    dtype = _TORCH_DTYPE[w.dtype]
-    if w.gate == "log":
-        return {"g": activate_gate(raw, gate="safe", A_log=A, dt_bias=bias, lower_bound=LOWER_BOUND).to(dtype)}
-    return {"g": raw.to(dtype), "A_log": A, "dt_bias": bias}
 
 
 def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:

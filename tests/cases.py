@@ -18,6 +18,7 @@ from kda_tl import dispatch, templates
 from kda_tl.db import Entry, Key
 from kda_tl.dispatch import numerics_class
 from kda_tl.layout import make_layout
+from kda_tl.ops import load_all
 from kda_tl.problem import BETAS, GATES, LOWER_BOUND_RANGE, Problem
 from kda_tl.records import Check, Timing, VsDefault
 from kda_tl.reference import gradient_name, l2norm, recurrent_gradients, recurrent_kda, relative_error
@@ -44,6 +45,8 @@ SMALL = Problem(
 )
 
 
+OPERATOR = load_all()["chunk_kda"]
+TENSORS = OPERATOR.tensors
 # What chunk_kda takes of all that the stages do
 KDA: dict[str, Any] = {"scalar_gate": False, "rank": 1}
 

@@ -13,18 +13,18 @@ from kda_tl.bench import Bench
 from kda_tl.contest import Run, load_known
 from kda_tl.crew import Crew
 from kda_tl.device import cpu_device
+from kda_tl.pipeline import Pipeline
 from kda_tl.progress import OnEvent
 from kda_tl.stage import Case, Config, Cost, Stage, axis
 from kda_tl.stage_search import tune_stage
-from kda_tl.templates.pipelines import Pipeline
 from kda_tl.workloads import Workload
 
 INPUTS = {"g": "tokens HV K : g"}
-OUTPUTS = {"y": "tokens HV K : f32"}
+OUTPUTS = {"o": "tokens HV K : f32"}
 
 
 def reference(case: Case, *, g: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
-    return {"y": scale * g}
+    return {"o": scale * g}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def build(case: Case, config: FakeConfig) -> Any:
     last = K - 1 if kind == "unwritten" else K
 
     @T.prim_func
-    def fake(g: T.Tensor((tokens, HV, K), "float32"), y: T.Tensor((tokens, HV, K), "float32"), scale: T.float32):
+    def fake(g: T.Tensor((tokens, HV, K), "float32"), o: T.Tensor((tokens, HV, K), "float32"), scale: T.float32):
         with T.Kernel(tokens * HV) as i:
             if kind == "segfaults":
                 T.call_extern("int32", "raise", 11)
@@ -59,7 +59,7 @@ def build(case: Case, config: FakeConfig) -> Any:
                 T.call_extern("int32", "pause")
             for _ in T.serial(config.repeat * 50):
                 for j in T.serial(last):
-                    y[i // HV, i % HV, j] = g[i // HV, i % HV, j] * scale * wrong
+                    o[i // HV, i % HV, j] = g[i // HV, i % HV, j] * scale * wrong
 
     return fake
 
@@ -86,12 +86,7 @@ STAGE = Stage(
 )
 
 
-def compute(run: Any, x: Mapping[str, Any]) -> dict[str, Any]:
-    (y,) = run(STAGE, g=x["g"], scale=x["scale"])
-    return {"y": y}
-
-
-PIPELINE = Pipeline(name="fake", direction="fwd", stages=(STAGE,), compute=compute)
+PIPELINE = Pipeline("fake", "fwd", (STAGE,))
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 BENCH = Bench(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, BC=16)
 

@@ -12,26 +12,31 @@ from kda_tl import templates
 from kda_tl.kernel import Kernel, compile_stage
 from kda_tl.layout import make_layout
 from kda_tl.measure import weight_of
+from kda_tl.pipeline import RESULTS, Pipeline
 from kda_tl.reference import relative_error
 from kda_tl.stage import Case, Config, Stage
 from kda_tl.static import StaticJob
-from kda_tl.templates.pipelines import Pipeline
 
 GUARD = 64  # elements of NaN before and after a tensor
 
 Record = tuple[Stage, dict[str, Any]]
 
 
-def run_references(pipeline: Pipeline, case: Case, tensors: dict[str, Any]) -> tuple[dict[str, Any], list[Record]]:
-    """Composes the stages' references. Returns the pipeline's outputs, and each stage with the inputs it got."""
+def run_references(
+    pipeline: Pipeline, case: Case, tensors: dict[str, Any], given: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], list[Record]]:
+    """Composes the stages' references. Returns the pass's results, and each stage with the inputs it got.
+
+    Of the tensors, those whose names are given spare the stages that make them.
+    """
     records: list[Record] = []
 
-    def run(stage: Stage, **inputs: Any) -> list[Tensor | None]:
+    def launch(stage: Stage, inputs: dict[str, Any]) -> list[Tensor | None]:
         records.append((stage, inputs))
         outputs = stage.reference(case, **inputs)
         return [outputs.get(name) for name in stage.outputs]
 
-    return pipeline.compute(run, tensors), records
+    return pipeline.flow(case.problem, RESULTS[pipeline.direction], given).run(launch, tensors), records
 
 
 def guarded(tensor: Tensor, fill: bool) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from cases import (
     KDA,
     SMALL,
+    TENSORS,
     Call,
     draw_backward,
     draw_call,
@@ -31,12 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 import kda_tl
 from kda_tl import dispatch
-from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.kernel import Kernel
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.problem import GATES, Problem
 from kda_tl.reference import relative_error
 

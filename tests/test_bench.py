@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import OPERATOR
 
 from kda_tl.cli import _chart as chart
 from kda_tl.cli import main
-from kda_tl.cli._call import describe_recurrence
 from kda_tl.cli._console import to_json
 from kda_tl.cli._floor import Ceilings, Row
 from kda_tl.cli._peers import _activate_before, find_versions
@@ -141,7 +141,7 @@ def test_a_peer_without_activations_is_given_the_same_problem(gate: str) -> None
     tensors, options = _activate_before(inputs, workload)
     assert options["initial_state"].shape == (2, 2, 16, 16)
     o, ht = recurrent_kda(**tensors, cu_seqlens=inputs["cu_seqlens_cpu"])
-    expected = recurrent_kda(**describe_recurrence(inputs))
+    expected = recurrent_kda(**OPERATOR.recurrence(OPERATOR.bind(**inputs)))
     assert max(map(relative_error, (o, ht), expected)) < 1e-6
 
 

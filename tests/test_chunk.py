@@ -13,17 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Call, draw_call, draw_lengths, make_entry, misalign, operator_arguments, scatter, widen
+from cases import (
+    OPERATOR,
+    TENSORS,
+    Call,
+    draw_call,
+    draw_lengths,
+    make_entry,
+    misalign,
+    operator_arguments,
+    scatter,
+    widen,
+)
 from torch import Tensor
 
 import kda_tl
 from kda_tl import call as call_module
 from kda_tl import db, dispatch
-from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda, explain
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.ops.entry import explain
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.problem import Problem
 from kda_tl.program import Program
 from kda_tl.reference import relative_error
@@ -108,6 +119,11 @@ def forgetful() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+def find_ready(arguments: dict[str, Any]) -> Any:
+    """The plan of a call with these arguments, but for the function that it takes its tensors by."""
+    return call_module.find_ready(OPERATOR, OPERATOR.bind(**arguments))
 
 
 def assert_right(call: Call, batch: int = 1, **changes: Any) -> None:
@@ -268,15 +284,14 @@ def test_kernels_get_aligned_tensors(
     call = draw_call(replace(SPECIALISED["softplus-bf16"], has_dt_bias=True), (20,), seed, varlen=False)
     for change in (shift, lambda x: x):
         a = {name: change(x) if isinstance(x, Tensor) else x for name, x in operator_arguments(call).items()}
-        a = {"return_intermediate_states": False, "chunk_size": None, "cu_seqlens_cpu": None, **a}
-        ready = call_module.find_ready(a)
+        ready, call_arguments = find_ready(a), OPERATOR.bind(**a)
         seen.clear()
         with pytest.raises(NotImplementedError):
-            call_module.run_forward(ready, note, a)
+            call_module.run_forward(ready, note, call_arguments)
         do, dht = change(torch.ones_like(a["v"])), change(torch.ones_like(a["initial_state"]))
         factors = {"A": change(torch.ones(64, 64))}
         with pytest.raises(NotImplementedError):
-            call_module.run_backward(ready, call_module.choose_backward(ready), a, do, dht, factors)
+            call_module.run_backward(ready, call_module.choose_backward(ready), call_arguments, do, dht, factors)
         given = {**{name: a[name] for name in TENSORS}, "h0": a["initial_state"], "do": do, "dht": dht, **factors}
         expected = {name: given[name].data_ptr() for name in seen if name in given}
         assert len(expected) == 11
@@ -485,19 +500,19 @@ def test_every_argument_is_part_of_the_signature(name: str, planned_only: None) 
     """Two calls that differ in one argument alone: the second is planned as if the first had not been."""
     first = {**signature_of_all(), **DIFFERENT[name][0]}
     second = {**first, **DIFFERENT[name][1]}
-    before = call_module.find_ready(first)
-    found = call_module.find_ready(second)
+    before = find_ready(first)
+    found = find_ready(second)
     assert found != before, "they are to differ"
     call_module._ready.clear()
-    assert call_module.find_ready(second) == found
+    assert find_ready(second) == found
 
 
 def test_a_refused_flag_is_part_of_the_signature(planned_only: None) -> None:
     """It changes nothing of what is planned, but a call that is refused alone is refused after a good one."""
     good = {**signature_of_all(), "lower_bound": None}
-    assert call_module.find_ready(good).choice.plan is not None
+    assert find_ready(good).choice.plan is not None
     with pytest.raises(InputError, match="needs lower_bound"):
-        call_module.find_ready(good | {"safe_gate": True})
+        find_ready(good | {"safe_gate": True})
 
 
 def test_packed_and_dense_are_planned_apart(seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:

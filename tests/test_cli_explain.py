@@ -40,6 +40,37 @@ def test_show_nothing(run: Run) -> None:
     assert "kda-tl tune" in err
 
 
+@pytest.mark.usefixtures("without_gpu")
+def test_show_draws_a_pipeline(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("show", "--pipeline", "prep_scan", "--gpu", "nvidia_h200", "--heads", "32", "--tokens", "8192")
+    code, out, _ = run(*words, "--json")
+    drawing = json.loads(out)
+    steps = {step["stage"]: step for step in drawing["steps"]}
+    assert code == 0 and list(steps) == ["fwd_prep", "bwd_scan", "bwd_gradients", "bwd_reduce"]
+    triangle, tile = 8192 // 64 * 32 * 96 * 32 * 2, 8192 * 32 * 128 * 2
+    assert steps["fwd_prep"]["makes"] | {"decay": 0} == {
+        **dict.fromkeys(("A", "Aqk"), triangle),
+        **dict.fromkeys(("k_neg", "qg", "kg"), tile),
+        "decay": 0,
+    }
+    assert set(steps["bwd_scan"]["frees"]) == set(drawing["residuals"]) == set(steps["fwd_prep"]["makes"])
+    made, gone = [], []
+    for step in steps.values():
+        made += step["makes"].values()
+        assert step["live_bytes"] == sum(made) - sum(gone)
+        gone += [each["makes"][name] for name in step["frees"] for each in steps.values() if name in each["makes"]]
+    assert drawing["peak_bytes"] == steps["bwd_scan"]["live_bytes"]
+    code, out, _ = run(*words)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert re.search(r"bwd_scan +values +67.1 MB  A, Aqk, k_neg, qg, kg, decay +656.4 MB", out)
+    assert "* residuals, 253.8 MB: kept by the forward, they spare fwd_prep\n" in out
+    code, _, err = run(*words[:3], "--gpu", "cpu")
+    assert code == 2 and "prep_scan does not run" in err
+    code, _, err = run("show", "--pipeline", "prep")
+    assert code == 2 and "choose one of staged, prep_recurrence," in err
+
+
 def test_explain_names_step_source_and_plan(run: Run, own_database: Path) -> None:
     store(own_database, CPU, make_entry(SMALL, CPU))
     code, out, _ = run("explain", "--workload", SMALL.name, "--gpu", "cpu")

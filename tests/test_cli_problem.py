@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OPERATOR
 from cli_cases import CPU, SMALL, Run, make_entry, store
 
 from kda_tl.bench import _recurrence, operator_tensors
-from kda_tl.cli._call import describe_recurrence
 from kda_tl.cli._problem import NOT_IN_KEYS, change_workload, read_workloads
 from kda_tl.dispatch import default_plan
 from kda_tl.gpus import known_device
@@ -26,6 +26,7 @@ from kda_tl.workloads import WORKLOADS, Workload, draw_gradients, select
 
 COMMANDS = ("tune", "bench", "verify", "explain", "source", "show")
 OPTIONS = {
+    "--operator",
     "--heads",
     "--value-heads",
     "--K",
@@ -163,7 +164,7 @@ def test_every_number_reaches_what_plans_are_judged_by(direction: str) -> None:
         state = (3, 2, 8, 16) if w.state_v_first else (3, 2, 16, 8)
         assert not w.initial_state or inputs["initial_state"].shape == state
         assert (0 < inputs["beta"].min() < inputs["beta"].max() < 1) == (beta == "plain")
-        arguments, judged = describe_recurrence(inputs), _recurrence(w, torch.device("cpu"), 3)
+        arguments, judged = OPERATOR.recurrence(OPERATOR.bind(**inputs)), _recurrence(w, torch.device("cpu"), 3)
         o, ht = recurrent_kda(**arguments)
         assert arguments["beta_mode"] == beta and ht.shape == state
         if direction == "fwd":
@@ -223,7 +224,7 @@ def test_a_described_problem_is_verified(run: Run, own_database: Path, monkeypat
     seen = []
     monkeypatch.setattr(
         "kda_tl.cli._call.measure_errors",
-        lambda inputs, plan, *_: seen.append((plan.BT, inputs["v"].shape)) or {"o": 0.0},
+        lambda operator, inputs, plan, *_: seen.append((plan.BT, inputs["v"].shape)) or {"o": 0.0},
     )
     argv = ("verify", "--gpu", "cpu", "--db", own_database, *DESCRIBED)
     code, out, err = run(*argv)

@@ -66,7 +66,7 @@ def test_verify_fails_for_one_wrong_call_of_one_plan(
     """The stored plan has chunks of 32, the default of 64: each is run in all its ways, and each way counts."""
     seen: set[tuple[int, str]] = set()
 
-    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+    def measure(operator: Any, inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
         state, shape = inputs.get("initial_state"), tuple(inputs["q"].shape[:2])
         called = shape, None if state is None else tuple(state.shape)
         (name,) = (
@@ -91,7 +91,7 @@ def test_verify_fails_for_one_wrong_call_of_one_plan(
 
 
 def test_verify_reports_a_plan_whose_call_raises(run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+    def measure(operator: Any, inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
         if plan.BT == 32:
             raise RuntimeError("an illegal\nmemory access")
         return {"o": 1e-7, "ht": 1e-7}
@@ -157,7 +157,7 @@ def test_verify_fails_for_an_invalid_database(run: Run, own_database: Path, text
 def test_verify_runs_plans_in_their_own_pass(run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 
-    def measure(inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
+    def measure(operator: Any, inputs: Any, plan: Plan, direction: str) -> dict[str, float]:
         seen.append((plan.pipeline, direction))
         return {"x": 0.0}
 
@@ -177,7 +177,7 @@ def test_verify_compiles_one_backward_default() -> None:
 def test_errors_of_a_backward_are_those_of_its_gradients(tensor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = replace(SMALL_BACKWARD, T=20)
     plan = default_plan(workload.problem(), CPU, BT=16)
-    errors = call.measure_errors(workload.inputs("cpu"), plan, "bwd")
+    errors = call.measure_errors(workload.declaration, workload.inputs("cpu"), plan, "bwd")
     assert set(errors) == {f"d{name}" for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
     assert 0 < max(errors.values()) < 2e-5
     right = call.Recorded.run_backward
@@ -185,7 +185,7 @@ def test_errors_of_a_backward_are_those_of_its_gradients(tensor: str, monkeypatc
         1.5 * x if name == tensor else x for name, x in zip(self.leaves, right(self), strict=True)
     )
     monkeypatch.setattr(call.Recorded, "run_backward", spoil)
-    errors = call.measure_errors(workload.inputs("cpu"), plan, "bwd")
+    errors = call.measure_errors(workload.declaration, workload.inputs("cpu"), plan, "bwd")
     assert {name for name, error in errors.items() if error > 2e-5} == {f"d{tensor}"}
 
 
@@ -229,7 +229,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert {name: plan and plan.BT for name, plan in launches.items()} == {"plan": 32, "default": 64}
         return {"plan": [found.pop(0)] * rounds, "default": [100.0] * rounds}
 
-    monkeypatch.setattr(regression, "make_launch", lambda inputs, direction, plan: plan)
+    monkeypatch.setattr(regression, "make_launch", lambda operator, inputs, direction, plan: plan)
     monkeypatch.setattr(regression, "time_interleaved", measure)
     return found
 

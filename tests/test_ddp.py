@@ -15,8 +15,8 @@ from cases import SMALL, draw_backward, draw_call, operator_arguments
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kda_tl.chunk import chunk_kda
 from kda_tl.device import cpu_device, find_compiler
+from kda_tl.ops.kda import chunk_kda
 
 pytestmark = [
     pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++"),

@@ -22,14 +22,14 @@ from typing import Any
 import cases
 import pytest
 import torch
-from cases import draw_call, operator_arguments
+from cases import OPERATOR, draw_call, operator_arguments
 
 import kda_tl
 from kda_tl import fla
-from kda_tl.chunk import chunk_kda
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import Choice
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
 
@@ -145,6 +145,10 @@ def stub_chunk_kda(  # the signature of fla/ops/kda/chunk.py, FLA 0.6.0
     return "FLA's own"
 
 
+ORDER = tuple(inspect.signature(stub_chunk_kda).parameters)[:-1]
+SERVICE = fla.Service(OPERATOR, ORDER)
+
+
 def install_stub(patch: pytest.MonkeyPatch, **changes: Any) -> StubRegistry:
     """Puts the stub where FLA's modules are imported from."""
     registry = StubRegistry()
@@ -193,11 +197,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Arguments that reached our operator through FLA."""
     calls: list[dict[str, Any]] = []
 
-    def record(**arguments: Any) -> Any:
+    def record(operator: Any, arguments: dict[str, Any]) -> Any:
         calls.append(arguments)
         return chunk_kda(**arguments)
 
-    monkeypatch.setattr(fla, "chunk_kda", record)
+    monkeypatch.setattr(fla, "_serve", record)
     return calls
 
 
@@ -240,7 +244,7 @@ def test_is_asked_before_the_others(stub: StubRegistry, served: list[Any], seed:
 
 def test_real_signature_is_known(entry: Callable[..., Any]) -> None:
     names = inspect.signature(entry).parameters
-    assert tuple(names) == (*fla._FLA_ARGUMENTS, "kwargs")
+    assert tuple(names) == (*ORDER, "kwargs")
 
 
 def test_without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +306,7 @@ def test_gives_our_numbers(entry: Callable[..., Any], served: list[Any], lengths
     arguments = arguments_of(SMALL, seed, lengths)
     ours = chunk_kda(**arguments)
     assert_same(entry(**arguments), ours)
-    in_order = [arguments.pop(name) for name in fla._FLA_ARGUMENTS[:14]]
+    in_order = [arguments.pop(name) for name in ORDER[:14]]
     assert_same(entry(*in_order, **arguments), ours)
     assert len(served) == 2
 
@@ -319,13 +323,13 @@ def test_intermediate_states(entry: Callable[..., Any], served: list[Any], given
 
 
 def test_every_argument_arrives(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fla, "chunk_kda", lambda **arguments: arguments)
-    order = fla._FLA_ARGUMENTS
+    monkeypatch.setattr(fla, "_serve", lambda operator, arguments: arguments)
+    order = ORDER
     further = {"A_log": "A", "dt_bias": "b", "chunk_size": 32}
     only_theirs = {"cp_context", "use_graph", "max_num_seqs"}
     expected = {name: name for name in order if name not in only_theirs} | further
     for n in (0, 5, len(order)):
-        assert fla._run(*order[:n], **{name: name for name in order[n:]}, **further) == expected
+        assert SERVICE.run(*order[:n], **{name: name for name in order[n:]}, **further) == expected
     assert expected.keys() == inspect.signature(chunk_kda).parameters.keys() - {"transpose_state_layout"}
 
 
@@ -340,8 +344,8 @@ GATES = {
 @pytest.mark.parametrize("name", GATES)
 def test_accepts(name: str, seed: int) -> None:
     arguments = arguments_of(replace(SMALL, **GATES[name]), seed)
-    assert fla._verify(**arguments) == (True, None)
-    assert fla._verify(**arguments | {"chunk_size": 32, "output_final_state": None}) == (True, None)
+    assert SERVICE.verify(**arguments) == (True, None)
+    assert SERVICE.verify(**arguments | {"chunk_size": 32, "output_final_state": None}) == (True, None)
 
 
 @needs_compiler
@@ -380,7 +384,7 @@ def test_on_the_cpu_the_reference_serves(
 ) -> None:
     """FLA has no kernels there at all."""
     no_compiler(monkeypatch)
-    assert fla._verify(**arguments_of(SMALL, seed)) == (True, None)
+    assert SERVICE.verify(**arguments_of(SMALL, seed)) == (True, None)
 
 
 def test_verifier_leaves_lengths_on_the_device(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -391,7 +395,7 @@ def test_verifier_leaves_lengths_on_the_device(monkeypatch: pytest.MonkeyPatch, 
         raise RuntimeError("read back")
 
     monkeypatch.setattr(torch.Tensor, "tolist", read)
-    assert fla._verify(**arguments) == (True, None)
+    assert SERVICE.verify(**arguments) == (True, None)
 
 
 def test_what_only_the_lengths_tell_is_our_error(stub: StubRegistry, seed: int) -> None:
@@ -447,17 +451,17 @@ def test_declines_with_a_reason(stub: StubRegistry, served: list[Any], case: str
 def test_declines_arguments_given_twice(seed: int) -> None:
     arguments = arguments_of(SMALL, seed)
     for args in ((arguments["q"],), tuple(range(23))):
-        accepted, reason = fla._verify(*args, **arguments)
+        accepted, reason = SERVICE.verify(*args, **arguments)
         assert not accepted and "positional" in str(reason)
 
 
 def test_declines_intermediate_states_with_gradients(seed: int) -> None:
     arguments = arguments_of(SMALL, seed) | {"return_intermediate_states": True}
     arguments["v"].requires_grad_()
-    accepted, reason = fla._verify(**arguments)
+    accepted, reason = SERVICE.verify(**arguments)
     assert not accepted and "carry no gradient" in str(reason)
     with torch.no_grad():
-        assert fla._verify(**arguments) == (True, None)
+        assert SERVICE.verify(**arguments) == (True, None)
 
 
 class OnGpu(torch.Tensor):
@@ -468,19 +472,19 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> dict[str, Any]:
-    monkeypatch.setattr("kda_tl.arguments.cuda_device", lambda index: cpu_device())
+    monkeypatch.setattr("kda_tl.call.cuda_device", lambda index: cpu_device())
     arguments = arguments_of(SMALL, seed)
     return arguments | {"q": arguments["q"].as_subclass(OnGpu)}
 
 
 def test_accepts_gradients_on_a_gpu(on_gpu: dict[str, Any]) -> None:
     on_gpu["A_log"].requires_grad_()
-    assert fla._verify(**on_gpu) == (True, None)
+    assert SERVICE.verify(**on_gpu) == (True, None)
 
 
 def test_declines_without_a_compiler_on_a_gpu(on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     no_compiler(monkeypatch)
-    accepted, reason = fla._verify(**on_gpu)
+    accepted, reason = SERVICE.verify(**on_gpu)
     assert not accepted and "no kernels for this GPU: no compiler found: install" in str(reason)
 
 

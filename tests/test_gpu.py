@@ -43,9 +43,10 @@ from gpu_cases import (
 
 import kda_tl
 from kda_tl import templates
-from kda_tl.chunk import chunk_kda, explain
 from kda_tl.dispatch import choose
 from kda_tl.errors import InputError
+from kda_tl.ops.entry import explain
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
 from kda_tl.stage import Plan, Stage

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LOWEST, Call, draw_backward, draw_call, operator_arguments
+from cases import LOWEST, TENSORS, Call, draw_backward, draw_call, operator_arguments
 from gpu_cases import (
     BACKWARD,
     DECAYS,
@@ -29,7 +29,6 @@ from gpu_cases import (
 )
 from torch import Tensor
 
-from kda_tl.arguments import TENSORS
 from kda_tl.dispatch import pin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels

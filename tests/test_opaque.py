@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SMALL, draw_backward, draw_call, forget_compilers, operator_arguments
+from cases import OPERATOR, SMALL, TENSORS, draw_backward, draw_call, forget_compilers, operator_arguments
 from test_autograd import backward_of, differentiable
 
-from kda_tl import opaque
-from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.errors import KdaTlWarning, UnsupportedError
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
 
 pytestmark = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
@@ -77,8 +75,8 @@ def test_operators_keep_their_word(seed: int) -> None:
     """Schema, fake shapes, and what autograd records, as PyTorch checks them."""
     call = draw_backward(draw_call(SMALL, (40,), seed, varlen=False), seed)
     a = operator_arguments(call) | {"cu_seqlens_cpu": None, "return_intermediate_states": False, "chunk_size": None}
-    arguments = tuple(a[name] for name in opaque._TYPES)
-    grad = tuple(differentiable(call).get(name, a[name]) for name in opaque._TYPES)
+    arguments = tuple(a[name] for name in OPERATOR.schema)
+    grad = tuple(differentiable(call).get(name, a[name]) for name in OPERATOR.schema)
     torch.library.opcheck(torch.ops.kda_tl.chunk_kda, grad)
     do, dht = call.x["do"].float().view(a["v"].shape), call.x["dht"].float()
     torch.library.opcheck(torch.ops.kda_tl.chunk_kda_backward, (do, dht, *arguments))

@@ -14,7 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 IMPORT_BUDGET_S = 0.3  # beyond torch
-FOLDERS = {"kda_tl": "kda_tl", "templates": "kda_tl/templates", "tuning_db": "kda_tl/tuning_db", "cli": "kda_tl/cli"}
+FOLDERS = {
+    "kda_tl": "kda_tl",
+    "templates": "kda_tl/templates",
+    "tuning_db": "kda_tl/tuning_db",
+    "cli": "kda_tl/cli",
+}
 
 IMPORT = """
 import json, sys, time
@@ -42,7 +47,7 @@ def shipped_files() -> dict[str, Path]:
     return {
         f"{package}/{path.relative_to(ROOT / folder)}": path
         for folder, package in FOLDERS.items()
-        for pattern in ("*.py", "py.typed", "**/*.json", "**/*.md")
+        for pattern in ("**/*.py", "py.typed", "**/*.json", "**/*.md")
         for path in (ROOT / folder).glob(pattern)
     }
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_tl.chunk import chunk_kda, explain
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.errors import InputError
+from kda_tl.ops.entry import explain
+from kda_tl.ops.kda import chunk_kda
 
 pytestmark = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
 

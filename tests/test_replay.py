@@ -6,7 +6,6 @@ import ctypes
 import random
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +21,10 @@ from kda_tl.errors import LaunchError
 from kda_tl.ffi import Arguments, Headers, prepare_call, take_error
 from kda_tl.kernel import Slot
 from kda_tl.layout import make_layout
+from kda_tl.pipeline import RESULTS, Flow, Pipeline
 from kda_tl.replay import ALIGNMENT, Replay, place, record
 from kda_tl.stage import Case, Stage
-from kda_tl.templates.pipelines import FACTORS, PIPELINES, PREPARED, keeping
+from kda_tl.templates.pipelines import PIPELINES
 
 CPU, WHERE = cpu_device(), torch.device("cpu")
 NUMPY = {torch.float32: np.float32, torch.int32: np.int32}
@@ -112,16 +112,17 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
         case = calls[0].case(CPU, BT, 16)
         kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
         unwanted = rng.choice(((), ("h",), ("dv", "dg")))
+        wanted = [name for name in RESULTS[pipeline.direction] if name not in unwanted]
         views = {"o": (1, sizes["tokens"], problem.HV, problem.V)} if pipeline.direction == "fwd" else {}
-        play = Replay(record(pipeline.compute, kernels, sizes), WHERE, unwanted, views)
+        play = Replay(record(pipeline.flow(case.problem, wanted), kernels, sizes), WHERE, views)
         for scale, call in zip((0.5, 2.0), calls, strict=True):
             x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
             x = {**x, **layout.tables, "scale": scale}
             expected, _ = run_references(pipeline, case, x)
             results = play(x)
-            assert set(results) == set(expected)
-            for name, truth in expected.items():
-                if truth is None or name in unwanted:
+            assert set(results) == set(wanted)
+            for name in wanted:
+                if (truth := expected[name]) is None:
                     assert results[name] is None
                 else:
                     seen = truth.view(views.get(name, truth.shape))
@@ -129,45 +130,48 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("backward", [p for p in PIPELINES.values() if p.direction == "bwd"], ids=lambda p: p.name)
-def test_kept_factors_resume_the_backward(backward: Any, seed: int) -> None:
+def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed: int) -> None:
     """From a forward's replay into the backward's: the bits of a backward that makes them itself."""
     rng = random.Random(seed)
-    factors = FACTORS if backward.name == "staged_backward" else PREPARED
-    forward = PIPELINES["staged" if factors is FACTORS else "prep_recurrence"]
-    assert backward.resumed is not None and forward.factors == backward.factors == factors
-    assert (backward.resumed.name, backward.resumed.segments) == (backward.name, backward.segments)
-    makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(factors)}
-    assert makers == {stage.name for stage in backward.stages} - {stage.name for stage in backward.resumed.stages}
-    others = {} if factors is FACTORS else KDA
-    for n in range(4 if factors is FACTORS else 2):
-        call = draw_backward(draw_call(draw_problem(rng, **others), draw_lengths(rng), seed + n), seed)
+    staged, residuals = backward.name == "staged_backward", backward.residuals
+    forward = PIPELINES["staged" if staged else "prep_recurrence"]
+    assert [p for p in PIPELINES.values() if p.direction == "fwd" and backward.finds_residuals(p)] == [
+        p for p in PIPELINES.values() if p.direction == "fwd" and (p.name == "staged") is staged
+    ]
+    makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(residuals)}
+    for n in range(4 if staged else 2):
+        call = draw_backward(draw_call(draw_problem(rng, **({} if staged else KDA)), draw_lengths(rng), seed + n), seed)
+        case = call.case(CPU, 32, 16)
         layout = make_layout(call.bounds, 32, WHERE, backward.segments)
         sizes = layout.sizes
         stages = (*forward.stages, *backward.stages)
-        kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 32, 16), sizes) for s in stages}
+        kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in stages}
         x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
         x = {**x, **layout.tables}
-        plain = Replay(record(forward.compute, kernels, sizes), WHERE, ("h",))
-        keep = Replay(record(keeping(forward.compute, factors), kernels, sizes), WHERE)
+        plain = Replay(record(forward.flow(case.problem, ("o", "ht")), kernels, sizes), WHERE)
+        names = dict.fromkeys((*RESULTS["fwd"], *residuals))
+        keep = Replay(record(forward.flow(case.problem, tuple(names)), kernels, sizes), WHERE)
         assert keep.workspace_bytes == 0 < plain.workspace_bytes
         expected, out = plain(x), keep(x)
-        assert expected.keys() == {"o", "ht", "h"} and out.keys() == {"o", "ht", *factors} | (out.keys() & {"h"})
+        assert expected.keys() == {"o", "ht"} and out.keys() == names.keys()
         assert torch.equal(out["o"], expected["o"])
-        own = {name: kernels[name] for name in (stage.name for stage in backward.resumed.stages)}
-        resumed = Replay(record(backward.resumed.compute, own, sizes), WHERE)({**x, **out})
-        for name, truth in Replay(record(backward.compute, kernels, sizes), WHERE)(x).items():
-            assert resumed[name] is truth is None or torch.equal(resumed[name], truth), name
+        whole, rest = backward.flow(case.problem), backward.flow(case.problem, given=residuals)
+        assert makers == {stage.name for stage in whole.stages} - {stage.name for stage in rest.stages}
+        own = {stage.name: kernels[stage.name] for stage in rest.stages}
+        found = Replay(record(rest, own, sizes), WHERE)({**x, **out})
+        for name, truth in Replay(record(whole, kernels, sizes), WHERE)(x).items():
+            assert found[name] is truth is None or torch.equal(found[name], truth), name
 
 
-def test_unwanted_results_die_as_intermediates(seed: int) -> None:
-    """Keeping factors possible costs a call that keeps none no byte: its workspace holds what lives together."""
-    call = draw_call(replace(draw_problem(random.Random(seed)), l2norm=True), (200,), seed)
-    layout = make_layout(call.bounds, 64, WHERE)
-    sizes = layout.sizes
-    pipeline = PIPELINES["staged"]
-    kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
-    kept = Replay(record(keeping(pipeline.compute, FACTORS), kernels, sizes), WHERE, FACTORS)
-    assert kept.workspace_bytes == Replay(record(pipeline.compute, kernels, sizes), WHERE, ("h",)).workspace_bytes
+def test_what_nobody_wants_dies_as_an_intermediate(seed: int) -> None:
+    """States of chunks that a call does not return share the workspace, and those that it returns need none."""
+    call = draw_call(draw_problem(random.Random(seed), K=64, V=64), (200,), seed)
+    sizes, pipeline, case = make_layout(call.bounds, 64, WHERE).sizes, PIPELINES["staged"], call.case(CPU, 64, 16)
+    kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
+    plays = [
+        Replay(record(pipeline.flow(case.problem, names), kernels, sizes), WHERE) for names in (("o",), ("o", "h"))
+    ]
+    assert plays[0].workspace_bytes > plays[1].workspace_bytes > 0
 
 
 class Token:
@@ -176,25 +180,29 @@ class Token:
 
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
 @pytest.mark.parametrize("HV", (1, 2))
-def test_intermediates_die_after_their_last_stage(pipeline: Any, HV: int) -> None:
-    """On the CPU, where the pipeline runs as it is written, memory is free as soon as nothing needs it."""
-    problem = replace(SMALL, HV=HV)
+@pytest.mark.parametrize("resumed", (False, True))
+def test_intermediates_die_after_their_last_stage(pipeline: Pipeline, HV: int, resumed: bool) -> None:
+    """On the CPU, where stages run one by one, memory is free as soon as nothing needs it."""
+    problem, given = replace(SMALL, HV=HV), pipeline.residuals if resumed else ()
+    flow = pipeline.flow(problem, RESULTS[pipeline.direction], given)
     made: dict[str, weakref.ref[Token]] = {}
-    held: list[tuple[str, set[str]]] = []  # by each stage that starts
+    held: list[tuple[Stage, set[str]]] = []  # by each stage that starts
     last: dict[str, int] = {}
 
-    def run(stage: Stage, **tensors: Any) -> list[Token | None]:
-        last.update(dict.fromkeys(tensors, len(held)))
-        held.append((stage.name, {name for name, token in made.items() if token()}))
+    def launch(stage: Stage, inputs: dict[str, Any]) -> list[Token | None]:
+        last.update(dict.fromkeys(inputs, len(held)))
+        held.append((stage, {name for name, token in made.items() if token()}))
         outputs = {name: Token() for name in stage.outputs if stage.specs[name].present(problem)}
+        assert not set(outputs) & set(made), "a name is one tensor"
         made.update({name: weakref.ref(token) for name, token in outputs.items()})
         return [outputs.get(name) for name in stage.outputs]
 
-    results = pipeline.compute(run, defaultdict(Token))
-    assert [name for name, _ in held] == [stage.name for stage in pipeline.stages_of(problem)]
-    for number, (stage_name, names) in enumerate(held):
-        late = {name for name in names - results.keys() if last.get(name, number) < number}
-        assert not late, f"{stage_name} starts while {late} are held"
+    names = {name for stage in flow.stages for name in (*stage.inputs, *stage.scalars)}
+    results = flow.run(launch, dict.fromkeys(names - made.keys()))
+    assert list(results) == list(RESULTS[pipeline.direction]) and [stage for stage, _ in held] == list(flow.stages)
+    for number, (stage, alive) in enumerate(held):
+        late = {name for name in alive - results.keys() if last.get(name, -1) < number}
+        assert not late, f"{stage.name} starts while {late} are held"
 
 
 def test_places_never_overlap(seed: int) -> None:
@@ -239,7 +247,7 @@ def test_a_refused_launch_says_why(seed: int) -> None:
     sizes = layout.sizes
     kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
     kernels["fwd_wy"].function = HostFunction(refuse)
-    play = Replay(record(pipeline.compute, kernels, sizes), WHERE)
+    play = Replay(record(pipeline.flow(call.problem), kernels, sizes), WHERE)
     x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
     with pytest.raises(LaunchError, match="fwd_wy was not launched: no room for 12 tensors"):
         play({**x, **layout.tables})
@@ -269,7 +277,7 @@ def test_threads_take_turns() -> None:
 
     stage = replace(PIPELINES["staged"].stages[0], name="copy", scalars=())
     kernels: dict[str, Any] = {"copy": Copy(stage)}
-    play = Replay(record(lambda run, x: {"y": run(stage, x=x["x"])[0]}, kernels, {}), WHERE)
+    play = Replay(record(Flow((stage,), ((),), ("y",)), kernels, {}), WHERE)
     results: dict[float, torch.Tensor] = {}
 
     def work(value: float) -> None:

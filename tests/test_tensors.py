@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SMALL, draw_call, forget_compilers, operator_arguments, scatter
+from cases import SMALL, TENSORS, draw_call, forget_compilers, operator_arguments, scatter
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_tl.arguments import TENSORS
-from kda_tl.chunk import chunk_kda, explain
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.errors import InputError, KdaTlError, UnsupportedError
+from kda_tl.ops.entry import explain
+from kda_tl.ops.kda import chunk_kda
 
 pytestmark = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
 
@@ -50,7 +50,7 @@ def plain_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("a plain call went through the operator")
 
-    monkeypatch.setattr("kda_tl.chunk.run_opaque", fail)
+    monkeypatch.setattr("kda_tl.ops.entry._run_watched", fail)
 
 
 def of_q(a: Arguments) -> Callable[[Tensor], Tensor]:
@@ -194,8 +194,7 @@ def test_autograd_holds_inputs_as_its_own_only(leaves: Arguments) -> None:
     """Another reference would keep their memory where hooks offload them."""
     with forward_ad.dual_level():  # as after a second look that finds the call plain
         o, _ = chunk_kda(**leaves)
-    held = [x for value in o.grad_fn.others.values() for x in (value if isinstance(value, tuple | dict) else (value,))]
-    assert not any(isinstance(x, Tensor) for x in held)
+    assert not any(isinstance(value, Tensor | tuple | dict) for value in o.grad_fn.others)
 
 
 # What works as if nothing were special

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from kda_tl.chunk import chunk_kda
-from kda_tl.cli._call import describe_recurrence
 from kda_tl.cli._peers import find_peers, find_versions
 from kda_tl.db import provenance
+from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import recurrent_kda, relative_error
 from kda_tl.workloads import Workload, select
 
@@ -33,7 +32,7 @@ def measure(workload: Workload, where: torch.device) -> dict[str, dict[str, floa
     found: dict[str, dict[str, list[float]]] = {name: {"o": [], "ht": []} for name in operators}
     for seed in range(SEEDS):
         inputs = workload.inputs(where, seed)
-        truth = recurrent_kda(**describe_recurrence(inputs))
+        truth = recurrent_kda(**workload.declaration.recurrence(workload.declaration.bind(**inputs)))
         for name, operator in operators.items():
             for tensor, result, right in zip(("o", "ht"), operator(inputs), truth, strict=True):
                 same = right.mT if name == "cudnn" and tensor == "ht" else right  # its states are [V, K]

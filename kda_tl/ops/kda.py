@@ -1,29 +1,28 @@
-"""The operator ``chunk_kda``, and what it would do."""
+"""The operator ``chunk_kda``: Kimi Delta Attention."""
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+import functools
 
 import torch
 
-from kda_tl.arguments import (
-    cast_as_autocast,
-    check_tensors,
-    find_state_layout,
-    needs_gradients,
-    parse_problem,
-    token_bounds,
-)
-from kda_tl.autograd import run_differentiable
-from kda_tl.call import find_ready, run_forward, run_reference
-from kda_tl.dispatch import Choice, choose
-from kda_tl.opaque import name_arguments, run_opaque
-from kda_tl.plain import is_plain, needs_operator
+from kda_tl.ops.delta_rule import declare
+from kda_tl.ops.entry import publish
+from kda_tl.ops.operator import FlaEntry
 
 Tensor = torch.Tensor
+_FLA = FlaEntry(
+    module="fla.ops.kda.chunk",
+    declined={
+        "cp_context": "kda_tl has no context parallelism: leave cp_context out.",
+        "use_graph": "kda_tl makes its chunk tables on the host, so a captured call cannot follow another cu_seqlens:"
+        " use_graph=True is FLA's own.",
+        "max_num_seqs": "",  # goes with use_graph
+    },
+)
 
 
+@publish(functools.partial(declare, fla=_FLA))
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -109,51 +108,4 @@ def chunk_kda(
 
     Source: Kimi Linear, arXiv:2510.26692; names and semantics of FLA v0.6.0 ``fla.ops.kda.chunk_kda``.
     """
-    if transpose_state_layout is not None:
-        state_v_first = find_state_layout(transpose_state_layout, state_v_first)
-        if not torch.compiler.is_compiling():  # a warning cannot be traced
-            text = "transpose_state_layout is the old name of state_v_first: pass that."
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-    compiling = torch.compiler.is_compiling()
-    if compiling or not is_plain((q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu)):
-        named = name_arguments(
-            *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
-            *(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound),
-            *(A_log, dt_bias, state_v_first, cu_seqlens, cu_seqlens_cpu, return_intermediate_states, chunk_size),
-        )
-        if compiling or needs_operator(named):
-            return run_opaque(cast_as_autocast(named))
-        del named  # autograd keeps what is local here
-    arguments = locals()
-    if torch._C._is_any_autocast_enabled():
-        arguments = cast_as_autocast(arguments)
-    ready = find_ready(arguments)
-    if ready.compute is None:
-        if not ready.problem.tokens and needs_gradients(arguments):  # those of parameters are zeros, not None
-            return run_opaque(arguments)
-        return run_reference(ready, arguments)
-    run = run_differentiable if needs_gradients(arguments) else run_forward
-    if q.is_cuda and torch.cuda.current_device() != q.device.index:
-        with torch.cuda.device(q.device):
-            return run(ready, ready.compute, arguments)
-    return run(ready, ready.compute, arguments)
-
-
-def explain(*args: Any, **kwargs: Any) -> Choice:
-    """Which plan a call of :func:`chunk_kda` with these arguments runs, where it comes from and why.
-
-    Nothing is compiled or run. ``print`` the result, or read its ``plan``, ``step``, ``source`` and ``reason``.
-
-    Raises:
-        InputError: as chunk_kda.
-    """
-    import inspect
-
-    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = cast_as_autocast(bound.arguments)
-    needs_operator(a)  # or it refuses them
-    a["state_v_first"] = find_state_layout(a["transpose_state_layout"], a["state_v_first"])
-    check_tensors(a)
-    problem, device, chunk_size = parse_problem(a, token_bounds(a))
-    return choose(problem, device, chunk_size)
+    raise NotImplementedError
