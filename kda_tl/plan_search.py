@@ -274,19 +274,13 @@ def _make_entry(
 
 
 def _hash_kernels(run: Run, problem: Problem, plan: Plan) -> dict[str, str]:
-    """Hashes by stage, from the process that measured the plan and so has most of its kernels.
-
-    Raises:
-        KdaTlError: a kernel does not compile for the problem that stands for the plan's key.
-    """
+    """Hashes by stage, from the process that measured the plan and so has most of its kernels."""
     from kda_tl import templates
 
     case = Case(problem=problem, device=run.device, BT=plan.BT, BC=plan.BC)
+    jobs = {name: HashJob(stage=templates.load(name), case=case, config=config) for name, config in plan.stages}
     try:
-        return {
-            name: run.measure(HashJob(stage=templates.load(name), case=case, config=config))
-            for name, config in plan.stages
-        }
+        return {name: run.measure(job) for name, job in jobs.items()}
     except WorkerFailure as failure:
         raise KdaTlError(f"the kernels of {plan.label} cannot be hashed for {problem.key}: {failure}") from failure
 
