@@ -1,9 +1,9 @@
-"""Every kernel of every shipped plan compiled by several processes, for a device that need not be here."""
+"""Every kernel of every shipped plan compiled or hashed by several processes, for a device that need not be here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from kda_tl.device import Device
 from kda_tl.isolate import WorkerFailure, map_pool
 from kda_tl.problem import Problem
 from kda_tl.stage import Case
-from kda_tl.trial import CompileJob
+from kda_tl.trial import CompileJob, HashJob
 
 COMPILE_TIMEOUT_S = 300.0
 
@@ -44,7 +44,7 @@ def check_compiles(
                 key = name, alike, case.BT, case.BC, config
                 kernels.setdefault(key, CompileJob(stage=templates.load(name), case=case, config=config))
                 owners.setdefault(key, []).append(subject.name)
-    failures = _compile(list(kernels.items()), jobs or os.cpu_count() or 1, terminal)
+    failures = _compile(kernels, jobs, terminal)
     for subject in subjects:
         details = [failures[key] for key, names in owners.items() if subject.name in names and key in failures]
         yield Finding(subject=subject.name, check="compiles", passed=not details, detail=" ".join(details))
@@ -56,15 +56,28 @@ def _problems(subject: Subject) -> Sequence[Problem]:
     return list(dict.fromkeys(replace(problem, **variant.flags) for variant in variants_of(subject)))
 
 
-def _compile(kernels: Sequence[tuple[Any, CompileJob]], jobs: int, terminal: Terminal) -> dict[Any, str]:
+def _compile(kernels: Mapping[Any, CompileJob], jobs: int | None, terminal: Terminal) -> dict[Any, str]:
     """Failures by kernel."""
-    failures: dict[Any, str] = {}
-    payloads = [job for _, job in kernels]
-    results = map_pool(TARGET, payloads, jobs=jobs, timeout_s=COMPILE_TIMEOUT_S)
-    for done, (index, result) in enumerate(results, start=1):
-        key, job = kernels[index]
-        if isinstance(result, WorkerFailure):
-            failures[key] = one_line(result)
-        state = "failed" if key in failures else f"{result:.1f} s"
+    results = _run(kernels, jobs, lambda seconds: f"{seconds:.1f} s", terminal)
+    return {key: one_line(result) for key, result in results.items() if isinstance(result, WorkerFailure)}
+
+
+def hash_kernels(kernels: Mapping[Any, HashJob], jobs: int | None, terminal: Terminal) -> dict[Any, str]:
+    """Hashes by kernel, without those that do not compile."""
+    results = _run(kernels, jobs, lambda found: f"hash {found[:12]}", terminal)
+    return {key: result for key, result in results.items() if not isinstance(result, WorkerFailure)}
+
+
+def _run(
+    kernels: Mapping[Any, CompileJob | HashJob], jobs: int | None, describe: Callable[[Any], str], terminal: Terminal
+) -> dict[Any, Any]:
+    """Results by kernel, failures among them."""
+    results: dict[Any, Any] = {}
+    named = list(kernels.items())
+    found = map_pool(TARGET, list(kernels.values()), jobs=jobs or os.cpu_count() or 1, timeout_s=COMPILE_TIMEOUT_S)
+    for done, (index, result) in enumerate(found, start=1):
+        key, job = named[index]
+        results[key] = result
+        state = "failed" if isinstance(result, WorkerFailure) else describe(result)
         terminal.note(f"  {done:>3} of {len(kernels)}  {job.stage.name:<10} BT={job.case.BT:<2} {state}")
-    return failures
+    return results

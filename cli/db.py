@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, one_line
-from kda_tl.db import Database, Entry, Key, export, sources, validate, writable_directory
+from kda_tl.db import Database, Entry, export, sources, validate, writable_directory
 from kda_tl.db_file import Document
 from kda_tl.errors import DatabaseError, InputError
 from kda_tl.problem import Problem
@@ -66,30 +64,10 @@ def find_plan_problem(document: Document, entry: Entry) -> str:
     if document.operator != Problem.operator:
         return f"there is no operator {document.operator!r}"
     try:
-        parse_plan(entry.plan, _find_problem(entry.key, document.direction), document.gpu.as_device())
+        parse_plan(entry.plan, entry.key.problem(document.direction), document.gpu.as_device())
     except InputError as error:
         return one_line(error)
     return ""
-
-
-def _find_problem(key: Key, direction: str) -> Problem:
-    """A problem of a key's bucket, with what calls usually have."""
-    shared = {field.name for field in fields(Problem)}.intersection(key._fields)
-    values: dict[str, Any] = {name: getattr(key, name) for name in shared}
-    heads, computed = max(1, key.heads_bucket // max(1, key.group)), key.gate != "log"
-    return Problem(
-        H=heads,
-        HV=heads * key.group,
-        tokens=key.tokens_bucket,
-        longest=key.longest_bucket,
-        has_A_log=computed,
-        has_dt_bias=computed,
-        beta="sigmoid",
-        l2norm=True,
-        final_state=True,
-        direction=direction,
-        **values,
-    )
 
 
 def _export(args: argparse.Namespace, terminal: Terminal) -> int:

@@ -67,7 +67,7 @@ def _databases(directory: str | None) -> tuple[Database, ...]:
 def _rows(databases: Sequence[Database]) -> Iterator[Row]:
     from kda_tl import templates
 
-    current = {name: templates.fingerprint(name) for name in templates.names()}
+    current = templates.fingerprints()
     for database in databases:
         for file in database.files.values():
             for key in sorted(file.entries):

@@ -148,7 +148,7 @@ def _keep_stale(workloads: Sequence[Any], device: Any, terminal: Terminal) -> Se
     from kda_tl import templates
     from kda_tl.db import Key, sources, stale_stages
 
-    current = {name: templates.fingerprint(name) for name in templates.names()}
+    current = templates.fingerprints()
     stale = []
     for workload in workloads:
         problem = workload.problem()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from kda_tl.device import Device
 from kda_tl.errors import KdaTlError
 
 if TYPE_CHECKING:
-    from kda_tl.db import Database, Entry
+    from kda_tl.db import Database, Entry, Key
+    from kda_tl.lookup import TuningFile
     from kda_tl.stage import Plan
     from kda_tl.workloads import Workload
 
@@ -29,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add_gpu_argument(parser)
     add_workload_arguments(parser, "all plans that are shipped")
-    parser.add_argument("--static", action="store_true", help="compile only: the device need not be here")
+    parser.add_argument(
+        "--static",
+        action="store_true",
+        help="compile only, for a device that need not be here; records whose kernels are the same get today's hashes",
+    )
     parser.add_argument("--time", action="store_true", help="also fail where a stored plan is slower than the default")
     parser.add_argument("--db", metavar="DIR", help="plans of this database instead of the packaged one")
     parser.add_argument("--allow-stale", action="store_true", help="report stale plans, but do not fail for them")
@@ -88,7 +93,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     chosen = read_workloads(args) if args.workload or read_numbers(args) else ()
     devices = find_known(args.gpu) if args.static else (find_here(args.gpu, args, static=True),)
     database = _open_database(args.db)
-    findings = list(check_files(database, allow_stale=args.allow_stale))
+    findings = list(_check_files(database, devices, args, terminal))
     for device in devices:
         from kda_tl.kernel import require_compiler
 
@@ -141,19 +146,45 @@ def _open_database(directory: str | None) -> Database:
     return next(database for database in sources() if database.name == "packaged")
 
 
-def check_files(database: Database, *, allow_stale: bool) -> Iterator[Finding]:
-    """Every file of the database is valid, and no entry was measured with other templates than today's."""
+def _check_files(
+    database: Database, devices: Sequence[Device], args: argparse.Namespace, terminal: Terminal
+) -> Iterator[Finding]:
+    """Every file of the database is valid, and no entry was measured with other templates than today's.
+
+    Compiled only, files of the devices' architectures are judged by their kernels, and others are not judged.
+    """
     from kda_tl.db import stale_stages, validate
 
     problems = validate(database.path)
     yield Finding(subject="database", check="valid", passed=not problems, detail=" ".join(problems))
-    current = {name: templates.fingerprint(name) for name in templates.names()}
+    if args.static:
+        from kda_tl.cli._renew import renew_files
+
+        yield from renew_files(database, devices, args, terminal)
+        return
+    current = templates.fingerprints()
     for file in database.files.values():
-        stale = {key.text: changed for key, entry in file.entries.items() if (changed := stale_stages(entry, current))}
-        stages = ", ".join(sorted({stage for changed in stale.values() for stage in changed}))
-        detail = f"{len(stale)} of {len(file.entries)} plans are stale ({stages} changed): run `kda-tl tune --stale`."
-        name = f"{file.gpu.slug}/{file.operator}_{file.direction}"
-        yield Finding(subject=name, check="current", passed=allow_stale or not stale, detail=detail if stale else "")
+        stale = {key: changed for key, entry in file.entries.items() if (changed := stale_stages(entry, current))}
+        remedy = f"`kda-tl verify --gpu {file.gpu.slug} --static` tells whether their kernels did; if so, tune again"
+        yield judge_file(file, stale, f"{remedy}: `kda-tl tune --stale`.", allow_stale=args.allow_stale)
+
+
+def judge_file(
+    file: TuningFile, stale: Mapping[Key, Sequence[str]], remedy: str, *, allow_stale: bool, told: str = ""
+) -> Finding:
+    """Whether plans of a file are current.
+
+    Args:
+        file: the file.
+        stale: stages that changed, by the keys of stale plans.
+        remedy: what to do about those.
+        allow_stale: they are no failure.
+        told: what else is to be said.
+    """
+    stages = ", ".join(sorted({stage for changed in stale.values() for stage in changed}))
+    detail = f"{len(stale)} of {len(file.entries)} plans are stale ({stages} changed): {remedy}" if stale else ""
+    name, passed = f"{file.gpu.slug}/{file.operator}_{file.direction}", allow_stale or not stale
+    return Finding(subject=name, check="current", passed=passed, detail=" ".join(filter(None, [detail, told])))
 
 
 def _default_subjects(device: Device, chosen: Sequence[Workload] = (), *, static: bool) -> Iterator[Subject]:

@@ -21,7 +21,8 @@ from kda_tl.device import Device
 from kda_tl.errors import DatabaseError, KdaTlWarning
 from kda_tl.lookup import Database, Hit, iter_hits, lookup, read_document
 from kda_tl.packages import importing
-from kda_tl.records import Entry, Key, stale_stages
+from kda_tl.records import Entry, Key
+from kda_tl.staleness import stale_stages
 from kda_tl.validation import validate
 
 __all__ = [

@@ -15,7 +15,7 @@ from kda_tl.errors import DatabaseError
 from kda_tl.records import Key, decode
 
 SCHEMA_NAME = "kda_tl.tuning"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LINE_WIDTH = 160
 MAX_FILE_BYTES = 64 * 2**20  # some 40,000 plans of 1.6 kB, and read in a second; no search ever makes as many
 
@@ -47,6 +47,19 @@ class Gpu:
         )
 
 
+def migrate(values: Any) -> Any:
+    """What a file of an earlier schema would be in this one; other values as they are.
+
+    Entries of version 1 had no hashes of kernels, which is what an entry with an empty table of them says.
+    """
+    if not isinstance(values, dict) or values.get("schema") != f"{SCHEMA_NAME}/1":
+        return values
+    entries = values.get("entries")
+    if isinstance(entries, list):
+        entries = [{"kernels": {}, **entry} if isinstance(entry, dict) else entry for entry in entries]
+    return {**values, "schema": f"{SCHEMA_NAME}/{SCHEMA_VERSION}", "entries": entries}
+
+
 class NewerSchemaError(DatabaseError):
     """A file was written by a later version of kda_tl."""
 
@@ -71,6 +84,7 @@ class Document(NamedTuple):
             values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
         except (ValueError, RecursionError) as error:
             raise DatabaseError(f"not JSON ({error})") from error
+        values = migrate(values)
         schema = values.get("schema") if isinstance(values, dict) else None
         match = re.fullmatch(re.escape(SCHEMA_NAME) + r"/(\d{1,9})", schema) if isinstance(schema, str) else None
         ours = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -214,9 +216,58 @@ def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
         stage.build(case, config),
         target=case.device.target,
         execution_backend="cython" if cpu else "auto",
-        pass_configs=None if cpu else {**_CUDA_PASS_CONFIGS, **stage.passes(case)},
+        pass_configs=_pass_configs(stage, case) or None,
         compile_flags=_CPU_FLAGS if cpu else None,
     )
+
+
+def _pass_configs(stage: Stage, case: Case) -> dict[str, Any]:
+    return {} if case.device.kind == "cpu" else {**_CUDA_PASS_CONFIGS, **stage.passes(case)}
+
+
+def generate_source(stage: Stage, case: Case, config: Config) -> str:
+    """The CUDA or C of a kernel, lowered only: neither its device nor a compiler need be here."""
+    import_tilelang()
+    import tilelang
+    from tilelang import tvm
+
+    target = tilelang.backend.target.determine_target(case.device.target, return_object=True)
+    with tvm.transform.PassContext(opt_level=3, config=_pass_configs(stage, case)), target:
+        return str(tilelang.lower(stage.build(case, config), target=target).kernel_source)
+
+
+def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
+    """SHA-256 of what the compiler is given for a kernel: the generated CUDA or C, and the settings beside it.
+
+    Neither holds comments, paths or line numbers of the templates: sources that make the same kernel give the same
+    hash, in every process. It is of one version of TileLang; another one generates other text.
+    """
+    case = replace(case, problem=case.problem.without_lengths())
+    compiled = _kernels.get((stage.name, case, config))
+    source = compiled.source if compiled else generate_source(stage, case, config)
+    text = f"{sorted(_pass_configs(stage, case).items())}\n{_settle_names(source)}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_SHARED = re.compile(r"^ +void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\);$", re.MULTILINE)
+
+
+def _settle_names(source: str) -> str:
+    """Numbers buffers in shared memory by their first use instead of by their place.
+
+    TileLang 0.1.15 lays out buffers that were given one name, as fwd_recurrence's three "tile", in the order of their
+    addresses in the process, and numbers them by place: which of them is "tile_1" changes from process to process.
+    """
+    declared = list(_SHARED.finditer(source))
+    if not declared:
+        return source
+    end, numbers = declared[-1].end(), dict[str, str]()
+
+    def settle(match: re.Match[str]) -> str:
+        return numbers.setdefault(match[0], re.sub(r"_\d+$", "", match[0]) + f"#{len(numbers)}")
+
+    names = "|".join(re.escape(found[1]) for found in declared)
+    return source[:end] + re.sub(rf"\b(?:{names})\b", settle, source[end:])
 
 
 def require_compiler(device: Device) -> None:

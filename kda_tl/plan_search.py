@@ -15,11 +15,12 @@ from kda_tl.isolate import WorkerFailure
 from kda_tl.journal import Outcome, Trial
 from kda_tl.measure import read_gpu_state
 from kda_tl.pipeline import Pipeline
+from kda_tl.problem import Problem
 from kda_tl.progress import Geometry, PartStarted, PlanDone, PlanResult
 from kda_tl.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.stage import Case, Config, Plan
 from kda_tl.stage_search import compile_jobs, compiler_version, fingerprint
-from kda_tl.trial import CompileJob, PlanContest, PlanTrial
+from kda_tl.trial import CompileJob, HashJob, PlanContest, PlanTrial
 from kda_tl.workloads import Workload
 
 OBJECTIVES = ("balanced", "time", "memory")
@@ -238,7 +239,7 @@ def _make_entry(
 ) -> Entry:
     from kda_tl import templates
 
-    plan = verdict.winner
+    plan, key = verdict.winner, Key.of(workload.problem())
     low, high = verdict.ci95 or (None, None)
     trials = {"valid": counts.get("ok", 0) + counts.get("slow", 0)}
     failed = {status: n for status, n in counts.items() if status not in ("ok", "slow") and n}
@@ -256,7 +257,7 @@ def _make_entry(
     if verdict.ratio is None:  # nothing to compare with: the plan is served for its own bucket only
         provenance["default"] = f"{default.status}: {default.reason}"
     return Entry(
-        key=Key.of(workload.problem()),
+        key=key,
         plan=plan.as_dict(),
         numerics=numerics_class(plan),
         time_us=Timing(
@@ -266,7 +267,20 @@ def _make_entry(
         check=Check(max_rel_err=float(f"{result.check['max_rel_err']:.3g}"), tolerance=result.check["tolerance"]),
         templates={name: templates.fingerprint(name) for name, _ in plan.stages},
         provenance=provenance,
+        kernels={compiler_version(): _hash_kernels(run, key.problem(workload.direction), plan)},
     )
+
+
+def _hash_kernels(run: Run, problem: Problem, plan: Plan) -> dict[str, str]:
+    """Hashes by stage, from the process that measured the plan and so has most of its kernels."""
+    from kda_tl import templates
+
+    case = Case(problem=problem, device=run.device, BT=plan.BT, BC=plan.BC)
+    jobs = {name: HashJob(stage=templates.load(name), case=case, config=config) for name, config in plan.stages}
+    try:
+        return {name: run.measure(job) for name, job in jobs.items()}
+    except WorkerFailure as failure:
+        raise KdaTlError(f"the kernels of {plan.label} cannot be hashed for {problem.key}: {failure}") from failure
 
 
 def _round(ratio: float | None) -> float:

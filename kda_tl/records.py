@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, get_type_hints
 
 from kda_tl.errors import DatabaseError
@@ -96,6 +96,24 @@ class Key(NamedTuple):
                 raise DatabaseError(f"{where}.{name} is {bucket}, which is not a bucket: the nearest is {nearest}")
         return key
 
+    def problem(self, direction: str) -> Problem:
+        """The problem that stands for the key: the heads and tokens of its buckets, and what calls usually have."""
+        shared: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Problem) if f.name in self._fields}
+        heads, computed = max(1, self.heads_bucket // max(1, self.group)), self.gate != "log"
+        return Problem(
+            H=heads,
+            HV=heads * self.group,
+            tokens=self.tokens_bucket,
+            longest=self.longest_bucket,
+            has_A_log=computed,
+            has_dt_bias=computed,
+            beta="sigmoid",
+            l2norm=True,
+            final_state=True,
+            direction=direction,
+            **shared,
+        )
+
     @property
     def semantic(self) -> tuple[Any, ...]:
         """The fields that must match exactly."""
@@ -160,6 +178,9 @@ class Entry:
         check: its error.
         templates: stage name -> SHA-256 of the template's source and space when it was measured.
         provenance: where, when and with which versions; see :func:`kda_tl.db.provenance`.
+        kernels: version of TileLang -> stage name -> :func:`kda_tl.kernel.hash_kernel` of what was measured, built for
+            :meth:`Key.problem`. Another version generates other text, of which a hash says nothing. Empty in records of
+            schema 1 until ``kda-tl verify --static`` has seen them.
     """
 
     key: Key
@@ -170,6 +191,7 @@ class Entry:
     check: Check
     templates: Mapping[str, str] = field(hash=False)
     provenance: Mapping[str, Any] = field(hash=False)
+    kernels: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_dict(cls, values: Any, where: str = "entry") -> Entry:
@@ -193,22 +215,9 @@ class Entry:
             "vs_default": {"ratio": self.vs_default.ratio, "ci95": list(self.vs_default.ci95)},
             "check": dict(vars(self.check)),
             "templates": dict(self.templates),
+            "kernels": {version: dict(stages) for version, stages in self.kernels.items()},
             "provenance": dict(self.provenance),
         }
-
-
-def stale_stages(entry: Entry, current: Mapping[str, str]) -> tuple[str, ...]:
-    """Stages whose template or space changed since the entry was measured.
-
-    Args:
-        entry: the entry.
-        current: stage name -> SHA-256 of the template's source and space as they are now.
-
-    Returns:
-        Stages of the plan, in its order, whose hash differs, was not recorded, or whose template is gone.
-    """
-    stages = entry.plan["stages"]
-    return tuple(s for s in stages if s not in current or entry.templates.get(s) != current[s])
 
 
 class _PlanShape(NamedTuple):
@@ -240,6 +249,10 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     Mapping[str, Any]: ("an object", _is_object),
     Mapping[str, str]: ("an object of strings", lambda v: _is_object(v, lambda item: isinstance(item, str))),
     Mapping[str, Mapping[str, Any]]: ("an object of objects", lambda v: _is_object(v, _is_object)),
+    Mapping[str, Mapping[str, str]]: (
+        "an object of objects of strings",
+        lambda v: _is_object(v, lambda item: _is_object(item, lambda text: isinstance(text, str))),
+    ),
 }
 
 

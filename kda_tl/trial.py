@@ -26,7 +26,7 @@ from kda_tl.bench import (
 from kda_tl.device import Device
 from kda_tl.errors import CompileError, WrongResultError
 from kda_tl.journal import Outcome
-from kda_tl.kernel import compile_stage
+from kda_tl.kernel import compile_stage, hash_kernel
 from kda_tl.measure import cuda_graph, time_interleaved, time_launch
 from kda_tl.stage import Case, Config, Plan, Stage
 from kda_tl.workloads import Workload
@@ -73,6 +73,20 @@ class CompileJob:
         begin = time.perf_counter()
         compile_stage(self.stage, self.case, self.config)
         return time.perf_counter() - begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashJob:
+    """Hashes one kernel as the compiler is given it; a process that has not compiled it lowers it."""
+
+    stage: Stage
+    case: Case
+    config: Config
+    timeout_s: float = COMPILE_TIMEOUT_S
+
+    def run(self) -> str:
+        """Returns :func:`kda_tl.kernel.hash_kernel`."""
+        return hash_kernel(self.stage, self.case, self.config)
 
 
 @dataclass(frozen=True, kw_only=True)

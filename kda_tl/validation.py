@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kda_tl.db_file import MAX_FILE_BYTES, Document
+from kda_tl.db_file import MAX_FILE_BYTES, Document, migrate
 from kda_tl.errors import DatabaseError
 from kda_tl.files import read_regular
 from kda_tl.lookup import read_document
@@ -70,5 +70,5 @@ def _validate_schema(file: Path) -> list[str]:
     schema, values = (
         json.loads(read_regular(each, MAX_FILE_BYTES)) for each in (files("kda_tl.tuning_db") / "schema.json", file)
     )
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(values)
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(migrate(values))
     return [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]

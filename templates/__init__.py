@@ -58,3 +58,8 @@ def fingerprint(name: str) -> str:
     for _, source in sorted(sources.items()):
         digest.update(source)
     return digest.hexdigest()
+
+
+def fingerprints() -> dict[str, str]:
+    """:func:`fingerprint` of every stage by its name."""
+    return {name: fingerprint(name) for name in names()}

@@ -181,9 +181,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                     if stop[slot] == 1:
                         break
                     T.copy(state, state_io)
-                    T.wgmma_gemm(
-                        state_io, k_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows
-                    )
+                    T.wgmma_gemm(state_io, k_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows)
                     for i, j in T.Parallel(BK, KP):
                         state[i, j] = state[i, j] * decay_shared[slot, j]
                     finish_values(value, value_io)

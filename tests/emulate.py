@@ -13,24 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_tl import kernel
 from kda_tl.device import cpu_device, find_compiler
-from kda_tl.kernel import Kernel
+from kda_tl.kernel import Kernel, generate_source
 from kda_tl.stage import Case, Config, Stage
 
 HEADER = Path(__file__).with_name("emulated.h")
 WRONG_NAMES = {"d_o": "do"}  # do is a word of C
-
-
-def generate(stage: Stage, case: Case, config: Config) -> str:
-    """A kernel's CUDA; no compiler of CUDA is needed."""
-    from tilelang import tvm
-    from tilelang.engine import lower
-
-    function, target = stage.build(case, config), tvm.target.Target(case.device.target)
-    settings = {**kernel._CUDA_PASS_CONFIGS, **stage.passes(case)}
-    with target, tvm.transform.PassContext(opt_level=3, config=settings):
-        return str(lower(function, target=target).kernel_source)
 
 
 class EmulatedKernel(Kernel):
@@ -38,7 +26,7 @@ class EmulatedKernel(Kernel):
 
     def __init__(self, stage: Stage, case: Case, config: Config) -> None:
         super().__init__(stage, case, config, None)
-        text = generate(stage, case, config)
+        text = generate_source(stage, case, config)
         body = text[text.index('extern "C"') :].replace("extern __shared__", "extern").replace("__shared__", "static")
         found = re.search(r"__launch_bounds__\((\d+).*?\) \w+_kernel\((.*?)\) \{", body)
         assert found is not None

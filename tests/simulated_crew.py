@@ -11,10 +11,10 @@ from kda_tl import crew, screening, stage_search, tuner
 from kda_tl.isolate import PENDING
 from kda_tl.journal import Outcome
 from kda_tl.stage import Plan
-from kda_tl.trial import CompileJob, IdentifyJob, PlanContest, PlanTrial, Rounds, StageContest, StageTrial
+from kda_tl.trial import CompileJob, HashJob, IdentifyJob, PlanContest, PlanTrial, Rounds, StageContest, StageTrial
 
 START_S, COMPILE_S = 6.0, 8.0
-SECONDS = {"IdentifyJob": 0.2, "PlanTrial": 1.5, "Prepare": 2.0, "StageTrial": 0.3, "StageContest": 1.0}
+SECONDS = {"IdentifyJob": 0.2, "PlanTrial": 1.5, "Prepare": 2.0, "StageTrial": 0.3, "StageContest": 1.0, "HashJob": 0.0}
 OTHER_S = 1.5
 
 
@@ -61,6 +61,8 @@ class Simulation:
             return self.compile_s
         if isinstance(request, IdentifyJob):
             return repr(request.key)
+        if isinstance(request, HashJob):
+            return "0" * 64
         if isinstance(request, PlanTrial):
             us, extra = self.plan_us(request.plan), {"timed": "graph", "kept_bytes": 1, "call_bytes": 100}
             check = {"max_rel_err": 1e-3, "tolerance": 6e-3}

@@ -20,6 +20,7 @@ from kda_tl.dispatch import default_plan
 from kda_tl.gpus import known_device
 from kda_tl.isolate import WorkerFailure
 from kda_tl.stage import Plan
+from kda_tl.trial import HashJob
 
 pytestmark = pytest.mark.usefixtures("own_database")
 
@@ -116,7 +117,8 @@ def test_verify_fails_for_a_kernel_that_does_not_compile(
     def compile_all(target: str, payloads: Any, **_: Any) -> Iterator[tuple[int, Any]]:
         for index, job in reversed(list(enumerate(payloads))):
             bad = job.case.BT == 32 and job.stage.name == "fwd_wy"
-            yield index, WorkerFailure("ptxas does not like it") if bad else 1.0
+            result = "0" * 64 if isinstance(job, HashJob) else 1.0
+            yield index, WorkerFailure("ptxas does not like it") if bad else result
 
     monkeypatch.setattr("kda_tl.cli._compile.map_pool", compile_all)
     monkeypatch.setattr("kda_tl.kernel.require_compiler", lambda device: None)

@@ -23,7 +23,8 @@ from kda_tl.device import Device, cpu_device
 from kda_tl.errors import DatabaseError, InputError, KdaTlWarning
 from kda_tl.gpus import known_device, resolve_gpu
 from kda_tl.problem import Problem
-from kda_tl.records import round_heads, round_tokens, stale_stages
+from kda_tl.records import round_heads, round_tokens
+from kda_tl.staleness import list_unproved, renew, stale_stages
 
 FOLDER = Path(__file__).parents[1] / "tuning_db"
 
@@ -292,6 +293,50 @@ def test_stale_stages() -> None:
     stages: dict[str, Any] = {"a": {}, "b": {}, "c": {}, "d": {}}
     entry = replace(make_entry(make_key()), plan={"stages": stages}, templates={"a": "1", "b": "2", "c": "3"})
     assert stale_stages(entry, {"a": "1", "b": "other", "d": "4", "e": "5"}) == ("b", "c", "d")
+
+
+def test_entries_are_renewed_where_the_kernels_are_the_same() -> None:
+    """Not where one changed, was made by another TileLang, or is unknown; a stage with the sources of before counts."""
+    stages: dict[str, Any] = {"a": {}, "b": {}}
+    entry = replace(make_entry(make_key()), plan={"stages": stages}, templates={"a": "1", "b": "2"})
+    edited = {"a": "1", "b": "new", "other": "3"}
+    assert list_unproved(entry, edited, "v1") == () and renew(entry, edited, "v1", {"b": "B"}) == (entry, ("b",))
+    assert list_unproved(entry, entry.templates, "v1") == ("a", "b"), "a record of schema 1"
+    filled, stale = renew(entry, entry.templates, "v1", {"a": "A", "b": "B"})
+    assert filled == replace(entry, kernels={"v1": {"a": "A", "b": "B"}}) and stale == ()
+    assert list_unproved(filled, entry.templates, "v1") == ()
+    assert renew(filled, entry.templates, "v1", {}) == (filled, ())
+    assert list_unproved(filled, edited, "v1") == ("b",)
+    assert renew(filled, edited, "v1", {"b": "B"}) == (replace(filled, templates={"a": "1", "b": "new"}), ())
+    assert renew(filled, edited, "v1", {"b": "changed"}) == (filled, ("b",))
+    assert renew(filled, edited, "v1", {}) == (filled, ("b",)), "it does not compile"
+    assert list_unproved(filled, edited, "v2") == () and renew(filled, edited, "v2", {}) == (filled, ("b",))
+    both, _ = renew(filled, entry.templates, "v2", {"a": "A2", "b": "B2"})
+    assert both.kernels == {**filled.kernels, "v2": {"a": "A2", "b": "B2"}}
+    gone = {"b": "2"}
+    assert list_unproved(filled, gone, "v1") == ("a",) and renew(filled, gone, "v1", {}) == (filled, ("a",))
+
+
+def test_files_of_schema_1_are_read_and_written_as_2(tmp_path: Path) -> None:
+    """Those that were packaged: what they hold stays, and no kernel has a hash."""
+    for file in FOLDER.glob("*/*.json"):
+        values = json.loads(file.read_text())
+        for entry in values["entries"]:
+            entry.pop("kernels", None)
+        values["schema"] = "kda_tl.tuning/1"
+        old = tmp_path / file.parent.name / file.name
+        old.parent.mkdir(exist_ok=True)
+        old.write_text(json.dumps(values))
+        assert validate(old) == []
+        document = Document.parse(old.read_text())
+        assert document.entries == [{**entry, "kernels": {}} for entry in values["entries"]]
+        first = Entry.from_dict(document.entries[0])
+        store(tmp_path, document.gpu.as_device(), document.operator, document.direction, [first])
+        assert json.loads(old.read_text())["schema"] == "kda_tl.tuning/2"
+        texts = [json.dumps(entry, sort_keys=True) for entry in document.entries]
+        after = Document.parse(old.read_text()).entries
+        assert sorted(texts) == sorted(json.dumps(entry, sort_keys=True) for entry in after)
+    assert list(tmp_path.iterdir())
 
 
 def test_gpu_names(environment: Mapping[str, Path]) -> None:

@@ -42,7 +42,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (lambda path: path.write_text("[" * 100_000), "not JSON"),
     "nan": (lambda path: path.write_text(path.read_text().replace("412.6", "NaN")), "not JSON"),
     "infinite": (lambda path: path.write_text(path.read_text().replace("412.6", "1e999")), "not JSON"),
-    "newer": (set_schema("kda_tl.tuning/2"), "is newer than kda_tl.tuning/1, which this kda_tl reads: update"),
+    "newer": (set_schema("kda_tl.tuning/3"), "is newer than kda_tl.tuning/2, which this kda_tl reads: update"),
     "older": (set_schema("kda_tl.tuning/0"), "schema is 'kda_tl.tuning/0', not"),
     "foreign": (set_schema("other/1"), "schema is 'other/1'"),
     "no gpu": (lambda path: edit(path, lambda values: values.pop("gpu")), r"lacks the fields \['gpu'\]"),

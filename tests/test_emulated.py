@@ -8,7 +8,8 @@ fwd_recurrence, fwd_segment, fwd_merge, fwd_resume, bwd_scan, bwd_segment, bwd_m
 sm_90 lowering of the stages that also run on the CPU, are run by the GPU tests alone (tests/test_gpu*.py,
 tests/test_sanitizer.py). They wait for copies by barriers and tensor maps, which nothing here imitates. Their
 references are checked everywhere (test_templates.py), and a change of their text makes the packaged plans stale, which
-fails below and in ``make verify`` until the plans are measured again, or shown by renew.py to run the same kernels.
+fails below and in ``make verify`` until ``kda-tl verify --static`` finds their kernels unchanged, or they are measured
+again.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def test_kernel_for_hopper_equals_reference(name: str, seed: int) -> None:
 
 
 def test_packaged_plans_were_measured_with_todays_templates() -> None:
-    """Those of every GPU: after a change, tune again, or run tests/renew.py if kernels stayed the same."""
+    """Those of every GPU: after a change, run `kda-tl verify --static`, and tune again what it finds changed."""
     from importlib.resources import files
 
-    current = {name: templates.fingerprint(name) for name in templates.names()}
+    current = templates.fingerprints()
     packaged = Database.load(files("kda_tl.tuning_db"), "packaged")
     entries: list[Entry] = [entry for file in packaged.files.values() for entry in file.entries.values()]
     stale = {stage for entry in entries for stage in stale_stages(entry, current)}

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers the public names
     "problem device errors files packages plain toolchain reference tuning_db",
-    "stage pipeline layout db db_file records lookup validation gpus journal",
+    "stage pipeline layout db db_file records staleness lookup validation gpus journal",
     "templates",
     "kernel ffi replay program dispatch measure isolate worker",
     "ops call autograd opaque fla __init__",

@@ -16,25 +16,14 @@ from cases import draw_problem
 from kda_tl import templates
 from kda_tl.dispatch import default_plan
 from kda_tl.gpus import known_device
-from kda_tl.kernel import _CUDA_PASS_CONFIGS
+from kda_tl.kernel import generate_source
 from kda_tl.problem import DTYPES, Problem
-from kda_tl.stage import Case, Config, Stage
+from kda_tl.stage import Case
 
 HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)
 WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
 ALL = os.environ.get("KDA_TL_TEST_ALL", "0") not in ("", "0")
-
-
-def lower(stage: Stage, case: Case, config: Config) -> str:
-    """The CUDA that TileLang generates; nvcc is not asked."""
-    import tilelang
-    from tilelang import tvm
-
-    target = tilelang.backend.target.determine_target(case.device.target, return_object=True)
-    passes = {**_CUDA_PASS_CONFIGS, **stage.passes(case)}
-    with tvm.transform.PassContext(opt_level=3, config=passes), target:
-        return str(tilelang.lower(stage.build(case, config), target=target).kernel_source)
 
 
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
@@ -43,7 +32,7 @@ def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: ra
     stage = templates.load(name)
     problem = draw_problem(rng, K=width - rng.randrange(32), V=rng.choice((64, 96)), dtype=rng.choice(("bf16", "fp16")))
     case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
-    assert "tl::mma_sync" in lower(stage, case, stage.default(case))
+    assert "tl::mma_sync" in generate_source(stage, case, stage.default(case))
 
 
 def draw_widths() -> list[tuple[str, int, int]]:
@@ -63,4 +52,4 @@ def test_default_plans_lower(direction: str, width_k: int, width_v: int, rng: ra
     case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
     pairs = [(stage, config) for name, config in plan.stages if (stage := templates.load(name)).tensors_of(problem)[1]]
     for stage, config in pairs if ALL else rng.sample(pairs, min(2, len(pairs))):
-        assert "__global__" in lower(stage, case, config), (problem.key, stage.name)
+        assert "__global__" in generate_source(stage, case, config), (problem.key, stage.name)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from renew import renew
 
 from kda_tl import templates
 from kda_tl.device import Device
@@ -350,16 +349,3 @@ def test_stages_take_references_alone_of_stages_that_they_import_whole() -> None
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
                 assert node.attr == "reference", f"{name} takes {node.value.id}.{node.attr}"
-
-
-def test_fingerprints_are_renewed_where_the_kernel_is_the_same() -> None:
-    """Not where it changed, was not fresh before, or is no more."""
-    names = ("same", "changed", "stale before", "gone")
-    before = {"fingerprints": dict.fromkeys(names, "old"), "kernels": {f"record {name}": "kernel" for name in names}}
-    now = {
-        "fingerprints": dict.fromkeys(names[:3], "new"),
-        "kernels": {"record same": "kernel", "record changed": "other", "record stale before": "kernel"},
-    }
-    stored = {name: "older" if name == "stale before" else "old" for name in names}
-    assert renew("record", stored, before, now) == ["changed", "stale before", "gone"]
-    assert stored == {"same": "new", "changed": "old", "stale before": "older", "gone": "old"}

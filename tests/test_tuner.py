@@ -31,7 +31,7 @@ from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.gpus import known_device
 from kda_tl.isolate import WorkerTimeout
 from kda_tl.journal import Journal, Trial
-from kda_tl.kernel import Kernel
+from kda_tl.kernel import Kernel, hash_kernel
 from kda_tl.program import Program
 from kda_tl.progress import (
     Geometry,
@@ -50,7 +50,7 @@ from kda_tl.progress import (
 )
 from kda_tl.records import Key
 from kda_tl.reference import recurrent_kda, relative_error
-from kda_tl.stage import Plan
+from kda_tl.stage import Case, Plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.trial import Rounds
 from kda_tl.workloads import Workload
@@ -313,6 +313,11 @@ def test_the_winner_is_stored_with_its_evidence(tuned: TuneReport, folder: Path)
     assert report.improved and entry.vs_default.ratio > 1.1 and entry.vs_default.ci95[0] > 1
     assert entry.check.max_rel_err < entry.check.tolerance == 1e-5
     assert entry.templates == {name: templates.fingerprint(name) for name in entry.plan["stages"]}
+    (hashes,) = entry.kernels.values()
+    case = Case(problem=WORKLOAD.problem(), device=CPU, BT=16, BC=entry.plan["BC"])
+    stage = templates.load("fwd_output")
+    config = stage.config.from_dict(entry.plan["stages"]["fwd_output"])
+    assert hashes.keys() == entry.templates.keys() and hashes["fwd_output"] == hash_kernel(stage, case, config)
     assert entry.provenance["valid"] == sum(report.counts.values()) and entry.provenance["failed"] == {}
     assert entry.provenance["workload"] == "tiny"
     assert report.plans[0].plan == report.default
