@@ -17,7 +17,7 @@ from tilelang.layout import make_half_bank_swizzled_layout
 
 from kda_tl.stage import Case, Config, Cost, axis
 from kda_tl.templates._chunks import join_chunks, split_chunks, unpack_lower
-from kda_tl.templates._tile import TL_DTYPE
+from kda_tl.templates._tile import TL_DTYPE, at_state
 
 WARPGROUP = 128
 ROWS = 64  # of the transposed state that a warpgroup multiplies
@@ -358,10 +358,7 @@ def build_recurrence(case: Case, config: OutputConfig, load_state: Any) -> Any:
                 for m, part in enumerate(state):
                     for i, j in T.Parallel(ROWS, width):
                         if (ends >= 0) & (m * width + j < K):
-                            if p.state_v_first:
-                                ht[ends, i_h, v0 + i, m * width + j] = part[i, j]
-                            else:
-                                ht[ends, i_h, m * width + j, v0 + i] = part[i, j]
+                            ht[at_state(p, ends, i_h, m * width + j, v0 + i)] = part[i, j]
 
     @T.macro
     def load(i_block, blocks, tensors, factors, tiles, barriers):

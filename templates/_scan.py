@@ -26,7 +26,7 @@ from kda_tl.templates._recurrence import (
     put_constants,
     put_output,
 )
-from kda_tl.templates._tile import TL_DTYPE
+from kda_tl.templates._tile import TL_DTYPE, at_state
 
 BARRIER = 1  # a named one, of the threads that multiply
 
@@ -258,10 +258,7 @@ def build_scan(case: Case, config: ScanConfig, load_state: Any, registers: tuple
         if p.initial_state:
             for i, j in T.Parallel(BV, KP):
                 if has_gradient(i_n, j):
-                    if p.state_v_first:
-                        dh0[i_n, i_h, v0 + i, j] = state[i, j]
-                    else:
-                        dh0[i_n, i_h, j, v0 + i] = state[i, j]
+                    dh0[at_state(p, i_n, i_h, j, v0 + i)] = state[i, j]
 
     multiply_backwards = build_backwards(case, config, load_state, put_state, keep=True)
 

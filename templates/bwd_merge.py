@@ -17,7 +17,7 @@ import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._recurrence import read_state
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate, at_state
 
 INPUTS = {
     "dlocal": "NS HV VP KP : f32",
@@ -75,16 +75,12 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
     p, BV, io, f32 = case.problem, config.BV, "bfloat16", "float32"
     HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.prim_func
     def bwd_merge(
         dlocal: annotate(case, INPUTS["dlocal"], NS=NS),
         transition: annotate(case, INPUTS["transition"], NC=NC),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
         seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
         ends: annotate(case, OUTPUTS["ends"], NS=NS),
     ):
@@ -106,7 +102,7 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
                 T.async_copy(transition[first + count - 1, i_h, :, :], loaded[0, :, :])
             if p.final_state:
                 for i, j in T.Parallel(BV, KP):
-                    dstate[i, j] = T.if_then_else((v0 + i < V) & (j < K), state_at(dht, i_n, i_h, j, v0 + i), 0.0)
+                    dstate[i, j] = T.if_then_else((v0 + i < V) & (j < K), dht[at_state(p, i_n, i_h, j, v0 + i)], 0.0)
             else:
                 T.clear(dstate)
             T.copy(dstate, ends[last, i_h, v0 : v0 + BV, :])

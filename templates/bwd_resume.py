@@ -80,7 +80,6 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
     p = case.problem
     HV, VB = p.HV, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 
     @T.macro
     def load_state(state, known, there, at):
@@ -108,7 +107,7 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
         states: annotate(case, OUTPUTS["states"], NT=NT),
         dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
         dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
-        dh0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        dh0: annotate(case, OUTPUTS["dh0"], N=N),
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
             factors, outputs = (A, Aqk, k_neg, qg, kg, decay), (values, states, dv, dstates, dh0)

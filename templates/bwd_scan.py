@@ -20,7 +20,7 @@ import torch
 from kda_tl.stage import Case, Cost, Stage, prefer
 from kda_tl.templates._recurrence import ROWS, WARPGROUP, read_state
 from kda_tl.templates._scan import ScanConfig, build_scan, scan_cost, scan_reference
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate, at_state
 
 INPUTS = {
     "v": "tokens HV V : io",
@@ -81,17 +81,13 @@ def build(case: Case, config: BwdScanConfig) -> Any:
     p = case.problem
     HV, K, VB = p.HV, p.K, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
     def load_state(state, given, there, at):
         _, i_n, i_h, v0 = at
         if there:
             for i, j in T.Parallel(*state.shape):
-                state[i, j] = T.if_then_else(j < K, state_at(given, i_n, i_h, j, v0 + i), 0.0)
+                state[i, j] = T.if_then_else(j < K, given[at_state(p, i_n, i_h, j, v0 + i)], 0.0)
         else:
             T.clear(state)
 
@@ -107,15 +103,15 @@ def build(case: Case, config: BwdScanConfig) -> Any:
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        h0: annotate(case, INPUTS["h0"], N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
         segments: annotate(case, INPUTS["segments"], NS=NS),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         values: annotate(case, OUTPUTS["values"], NT=NT),
         states: annotate(case, OUTPUTS["states"], NT=NT),
         dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
         dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
-        dh0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        dh0: annotate(case, OUTPUTS["dh0"], N=N),
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
             factors, outputs = (A, Aqk, k_neg, qg, kg, decay), (values, states, dv, dstates, dh0)

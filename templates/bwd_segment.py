@@ -28,7 +28,7 @@ from kda_tl.templates._recurrence import (
     read_state,
 )
 from kda_tl.templates._scan import build_backwards, load_chunk, walk_back_reference
-from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
+from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate, at_state
 
 INPUTS = {
     "do": "tokens HV V : io",
@@ -92,10 +92,6 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
     io, f32 = TL_DTYPE[p.dtype], "float32"
     consumers = config.consumers
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
     def load_state(state, dht, there, at):
@@ -104,7 +100,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
         if there:
             if i_n >= 0:
                 for i, j in T.Parallel(BV, KP):
-                    state[i, j] = T.if_then_else((v0 + i < V) & (j < K), state_at(dht, i_n, i_h, j, v0 + i), 0.0)
+                    state[i, j] = T.if_then_else((v0 + i < V) & (j < K), dht[at_state(p, i_n, i_h, j, v0 + i)], 0.0)
 
     @T.macro
     def put_state(state, dlocal, at):
@@ -123,7 +119,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
         segments: annotate(case, INPUTS["segments"], NS=NS),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         dlocal: annotate(case, OUTPUTS["dlocal"], NS=NS),

@@ -18,7 +18,7 @@ import torch
 
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates._recurrence import read_state
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate, at_state
 
 INPUTS = {
     "local": "NC HV VP KP : f32",
@@ -76,16 +76,12 @@ def build(case: Case, config: FwdMergeConfig) -> Any:
     p, BV, io, f32 = case.problem, config.BV, "bfloat16", "float32"
     HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.prim_func
     def fwd_merge(
         local: annotate(case, INPUTS["local"], NC=NC),
         transition: annotate(case, INPUTS["transition"], NC=NC),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        h0: annotate(case, INPUTS["h0"], N=N),
         seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
         starts: annotate(case, OUTPUTS["starts"], NS=NS),
     ):
@@ -107,7 +103,7 @@ def build(case: Case, config: FwdMergeConfig) -> Any:
                 T.async_copy(transition[first, i_h, :, :], loaded[0, :, :])
             if p.initial_state:
                 for i, j in T.Parallel(BV, KP):
-                    state[i, j] = T.if_then_else((v0 + i < V) & (j < K), state_at(h0, i_n, i_h, j, v0 + i), 0.0)
+                    state[i, j] = T.if_then_else((v0 + i < V) & (j < K), h0[at_state(p, i_n, i_h, j, v0 + i)], 0.0)
             else:
                 T.clear(state)
             for n in T.serial(count):

@@ -24,7 +24,7 @@ from kda_tl.templates._recurrence import (
     recurrence_cost,
     recurrence_reference,
 )
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate, at_state
 
 INPUTS = {
     "v": "tokens HV V : io",
@@ -77,17 +77,13 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
     p = case.problem
     HV, K, VB = p.HV, p.K, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
     def load_state(state, h0, i_s, segments, i_h, v0, k0):
         if p.initial_state:
             i_n = segments[i_s, 2]
             for i, j in T.Parallel(*state.shape):
-                state[i, j] = T.if_then_else(k0 + j < K, state_at(h0, i_n, i_h, k0 + j, v0 + i), 0.0)
+                state[i, j] = T.if_then_else(k0 + j < K, h0[at_state(p, i_n, i_h, k0 + j, v0 + i)], 0.0)
         else:
             T.clear(state)
 
@@ -102,11 +98,11 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        h0: annotate(case, INPUTS["h0"], N=N),
         segments: annotate(case, INPUTS["segments"], NS=NS),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         o: annotate(case, OUTPUTS["o"], tokens=tokens),
-        ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        ht: annotate(case, OUTPUTS["ht"], N=N),
         h: annotate(case, OUTPUTS["h"], NT=NT),
     ):
         blocks = T.min(NS * HV * VB, case.device.num_sms)

@@ -74,7 +74,6 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
     p = case.problem
     HV, VB = p.HV, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 
     @T.macro
     def load_state(state, starts, i_s, segments, i_h, v0, k0):
@@ -96,7 +95,7 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
         segments: annotate(case, INPUTS["segments"], NS=NS),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         o: annotate(case, OUTPUTS["o"], tokens=tokens),
-        ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        ht: annotate(case, OUTPUTS["ht"], N=N),
         h: annotate(case, OUTPUTS["h"], NT=NT),
     ):
         blocks = T.min(NS * HV * VB, case.device.num_sms)
