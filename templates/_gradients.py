@@ -10,7 +10,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.templates._prep import BC, load_gates, read_row, row_of_q
+from kda_tl.templates._prep import load_gates, read_row, row_of_q
+from kda_tl.templates._rows import BC, BY_EIGHT, NB
 from kda_tl.templates._slopes import Slopes
 from kda_tl.templates._tile import FORGOTTEN
 
@@ -19,20 +20,7 @@ BT = 64  # tokens a chunk
 PAD = 8  # elements a row in shared memory that the matrix unit does not read: banks of neighbouring rows differ
 
 
-def token_of(r: Any) -> Any:
-    """The token that a row of q and k belongs to."""
-    return r // BC * HALF + r % HALF
-
-
-def is_key(r: Any) -> Any:
-    """1 for rows of k and dX, 0 for those of q and dO."""
-    return r // HALF % 2
-
-
-def row_of(i: Any) -> Any:
-    """The row of q of a token; that of k is HALF below."""
-    return i // HALF * BC + i % HALF
-
+token_of, is_key = BY_EIGHT.token_of, BY_EIGHT.is_key
 
 # TileLang's words for a loop that becomes cp.async, whose end is waited for later
 ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
@@ -90,7 +78,7 @@ def put_operands(factor, local, middle, above, rows, keys):
         rows: rows of q above those of k, 16 by 16; becomes the operands, 8 by 8.
         keys: written.
     """
-    (_, NB, KP), io, f32 = local.shape, rows.dtype, "float32"
+    KP, io, f32 = local.shape[2], rows.dtype, "float32"
     q_raw = T.alloc_fragment((BC, NB, KP), io)
     k_raw = T.alloc_fragment((BC, NB, KP), io)
     for i in T.unroll(BC):
@@ -105,8 +93,8 @@ def put_operands(factor, local, middle, above, rows, keys):
             row = T.cast(k_raw[i, s, j], f32) * factor[s * 2 * BC + BC + i]
             query = T.cast(q_raw[i, s, j], f32) * factor[s * 2 * BC + i]
             above[s * BC + i, j] = exponent
-            rows[s, row_of(i), j] = T.cast(query * T.exp2(exponent), io)
-            rows[s, HALF + row_of(i), j] = T.cast(row * T.exp2(exponent), io)
+            rows[s, BY_EIGHT.row_of(i), j] = T.cast(query * T.exp2(exponent), io)
+            rows[s, HALF + BY_EIGHT.row_of(i), j] = T.cast(row * T.exp2(exponent), io)
             keys[s, i, j] = T.cast(row * T.exp2(-exponent), io)
 
 
@@ -135,7 +123,7 @@ def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffi
         totals: sums of sub-chunks, in shared memory; written.
         suffix: written.
     """
-    (_, NB, KP), f32 = suffix.shape, "float32"
+    KP, f32 = suffix.shape[2], "float32"
     run = T.alloc_fragment((NB, KP), f32)
     after = T.alloc_fragment((NB, KP), f32)
     parts = T.alloc_shared((NB, KP), f32)
@@ -181,7 +169,7 @@ def take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_pa
         ddt_bias_part: written.
     """
     i_t, i_h, start, count = at
-    (_, NB, KP), f32 = suffix.shape, "float32"
+    KP, f32 = suffix.shape[2], "float32"
     slopes = Slopes(p, fast=True)
     rate = T.alloc_fragment((1,), f32)
     of_slope = T.alloc_fragment((NB, KP), f32)
@@ -322,12 +310,12 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
                 other = read_row(k, start, count, j, i_h, c, K) * factor[row_of_q(j) + BC]
                 if j <= i:
                     weight = T.exp2(G[i, c] - G[j, c]) * other
-                    of_query = of_query + T.cast(pairs[row_of(i), j], "float32") * weight
-                    of_row = of_row + T.cast(pairs[row_of(i) + HALF, j], "float32") * weight
+                    of_query = of_query + T.cast(pairs[BY_EIGHT.row_of(i), j], "float32") * weight
+                    of_row = of_row + T.cast(pairs[BY_EIGHT.row_of(i) + HALF, j], "float32") * weight
                 if j >= i:
                     asking = read_row(q, start, count, j, i_h, c, K) * factor[row_of_q(j)]
-                    of_asking = T.cast(pairs[row_of(j), i], "float32") * asking
-                    of_other = T.cast(pairs[row_of(j) + HALF, i], "float32") * other
+                    of_asking = T.cast(pairs[BY_EIGHT.row_of(j), i], "float32") * asking
+                    of_other = T.cast(pairs[BY_EIGHT.row_of(j) + HALF, i], "float32") * other
                     of_key = of_key + T.exp2(G[j, c] - G[i, c]) * (of_asking + of_other)
             of_q[i, c] = scale * of_query
             of_k[i, c] = of_row + of_key

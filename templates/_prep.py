@@ -8,13 +8,14 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.problem import Problem
+from kda_tl.templates._rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
 from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, beta_factor
 
-BC = 16  # tokens a sub-chunk
 WARP_CHANNELS = 128  # of a sub-chunk that a warp has
 PART = 64  # channels whose pairs are taken exactly at once
 LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 OVERFLOW = 1e38  # of decays that may be infinite
+row_of_q = BY_SUB_CHUNK.row_of
 
 
 @dataclass(frozen=True)
@@ -79,36 +80,17 @@ def find_step(p: Problem, raw: Any) -> Any:
     return step if p.direction == "fwd" else T.if_then_else(T.abs(step) < LEAST_STEP, LEAST_STEP, step)
 
 
-def row_of_q(i: Any) -> Any:
-    """Where row i of q is: 16 rows of q, 16 of k and so on. Those of k are 16 below."""
-    return i // BC * 2 * BC + i % BC
-
-
-def first_row(s: Any) -> Any:
-    """Where rows of q and k of sub-chunk s begin in their tile: the later half of a chunk lies first.
-
-    That half meets most keys, from registers; TileLang 0.1.15 fills these by ldmatrix from a tile's start, whatever the
-    start of the slice.
-    """
-    return (s + 2) % 4 * 2 * BC
-
-
-def token_of(r: Any) -> Any:
-    """The token that row r of that tile belongs to, of q or of k."""
-    return (r // (2 * BC) + 2) % 4 * BC + r % BC
-
-
 @T.macro
 def load_rows(x, start, count, i_head, rows, below):
     """Rows of q or k to their places, ``below`` those of q; those past the chunk's end are another sequence's, or 0."""
     BT, (_, _, K), KP = rows.shape[0] // 2, x.shape, rows.shape[1]
     if K == KP:
         for n in T.unroll(BT // BC):
-            first = first_row(n) + below
+            first = LATER_FIRST.first_row(n) + below
             T.async_copy(x[start + n * BC : start + (n + 1) * BC, i_head, :], rows[first : first + BC, :])
     else:
         for i, j in T.Parallel(BT, KP):
-            rows[first_row(i // BC) + below + i % BC, j] = T.if_then_else(
+            rows[LATER_FIRST.first_row(i // BC) + below + i % BC, j] = T.if_then_else(
                 (i < count) & (j < K), x[start + i, i_head, j], 0
             )
 
@@ -116,7 +98,7 @@ def load_rows(x, start, count, i_head, rows, below):
 @T.macro
 def load_gates(g, K, start, count, i_hv, raw):
     """Raw gates to registers, row by row of all sub-chunks."""
-    _, NB, KP = raw.shape
+    KP = raw.shape[2]
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
             inside = (s * BC + i < count) & (j < K)
@@ -126,7 +108,7 @@ def load_gates(g, K, start, count, i_hv, raw):
 @T.macro
 def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
     """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
-    _, NB, KP = raw.shape
+    KP = raw.shape[2]
     step = T.alloc_fragment((NB, KP), "float32")
     T.clear(total)
     for i in T.unroll(BC):
@@ -145,7 +127,7 @@ def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
 @T.macro
 def find_steepest(middle, total, steepest):
     """The least exponent of any half of a sub-chunk; least of all where a decay is infinite or no number."""
-    NB, KP = middle.shape
+    KP = middle.shape[1]
     halves = T.alloc_fragment((NB, KP), "float32")
     least = T.alloc_fragment((NB,), "float32")
     for s, j in T.Parallel(NB, KP):
@@ -176,7 +158,7 @@ def find_anchors(gate, middle, total, sums, before, last, anchor):
         last: of all sub-chunks; written.
         anchor: the integer nearest to the middle's sum, see Gate.anchor, from the chunk's start; written.
     """
-    NB, KP = middle.shape
+    KP = middle.shape[1]
     for s, j in T.Parallel(NB, KP):
         sums[s, j] = total[s, j]
     T.sync_threads()

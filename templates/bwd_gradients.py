@@ -46,7 +46,6 @@ from kda_tl.templates._gradients import (
     mask_pairs,
     put_gradients,
     put_operands,
-    row_of,
     sum_rows_after,
     take_gate,
     take_gradients_exactly,
@@ -61,6 +60,7 @@ from kda_tl.templates._prep import (
     is_wild,
     sum_gates,
 )
+from kda_tl.templates._rows import BC, BY_EIGHT, NB
 from kda_tl.templates._slopes import Slopes
 from kda_tl.templates._tile import FP32_TOLERANCE, L2NORM_EPS, annotate
 from kda_tl.templates._warp import find_norms
@@ -201,9 +201,8 @@ class BwdGradientsConfig(Config):
 
 def build(case: Case, config: BwdGradientsConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
-    p, BT, BC = case.problem, case.BT, case.BC
+    p, BT = case.problem, case.BT
     HV, K, V, KP = p.HV, p.K, p.V, p.KP
-    NB = BT // BC
     downwards = tuple(reversed(range(NB)))
     f32, io = "float32", "bfloat16"
     gate, slopes = Gate(p), Slopes(p)
@@ -263,8 +262,8 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             ask_rows(g, start, count, i_hv, g_shared, lambda i: i)
             T.ptx_commit_group()
             ask_operands(q, k, start, count, i_h, rows)
-            ask_rows(d_o, start, count, i_hv, outer, row_of)
-            ask_rows(dv, start, count, i_hv, outer, lambda i: row_of(i) + HALF)
+            ask_rows(d_o, start, count, i_hv, outer, BY_EIGHT.row_of)
+            ask_rows(dv, start, count, i_hv, outer, lambda i: BY_EIGHT.row_of(i) + HALF)
             T.async_copy(values[i_t, i_hv, :, :], value_shared)
             T.async_copy(states[i_t, i_hv, :, :], state_shared)
             T.async_copy(dstates[i_t, i_hv, :, :], dstate_shared)

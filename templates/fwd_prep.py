@@ -41,7 +41,6 @@ from kda_tl.templates._prep import (
     find_anchors,
     find_steepest,
     find_step,
-    first_row,
     is_wild,
     load_gates,
     load_rows,
@@ -50,8 +49,8 @@ from kda_tl.templates._prep import (
     take_exactly,
     take_lone,
     take_pairs,
-    token_of,
 )
+from kda_tl.templates._rows import BC, LATER_FIRST, NB
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 from kda_tl.templates._warp import find_norms, invert, substitute
 
@@ -143,18 +142,17 @@ class FwdPrepConfig(Config):
 
     def smem_bytes(self, case: Case) -> int:
         """Operands of the pairs; then the pairs, and what the inverse is made of."""
-        BT, BC, KP = case.BT, case.BC, case.problem.KP
-        blocks = BT // BC
-        operands = (2 * BT + BC * blocks * (blocks + 1) // 2) * KP * 2
+        BT, KP = case.BT, case.problem.KP
+        operands = (2 * BT + BC * NB * (NB + 1) // 2) * KP * 2
         pairs = 2 * BT * (BT + 4) * 4 + BT * 3 * BT * 2 + (0 if case.problem.bounded_gate else BT * PART * 4)
         return max(operands, pairs) + 4 * BT * 4
 
 
 def build(case: Case, config: FwdPrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
-    p, BT, BC = case.problem, case.BT, case.BC
+    p, BT = case.problem, case.BT
     HV, K, KP, group = p.HV, p.K, p.KP, p.group
-    NB, HALF, LOWER = BT // BC, BT // 2, BT + BT // 2
+    HALF, LOWER = BT // 2, BT + BT // 2
     threads = max(KP, WARPGROUP)
     wide = threads > WARPGROUP  # the warps of a sub-chunk are two, and warpgroups share what follows
     f32, io = "float32", "bfloat16"
@@ -270,7 +268,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             T.sync_threads()
             if count < BT:  # another sequence's rows may be infinite
                 for i, j in T.Parallel(2 * BT, KP):
-                    if token_of(i) >= count:
+                    if LATER_FIRST.token_of(i) >= count:
                         rows[i, j] = 0
                 T.sync_threads()
             for i in T.Parallel(BT):
@@ -278,10 +276,10 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             if p.l2norm:
                 if wide:
                     if thread < WARPGROUP:
-                        find_norms(rows, first_row(thread // 32), factor, scale)
+                        find_norms(rows, LATER_FIRST.first_row(thread // 32), factor, scale)
                     T.sync_threads()
                 else:
-                    find_norms(rows, first_row(thread // 32), factor, scale)
+                    find_norms(rows, LATER_FIRST.first_row(thread // 32), factor, scale)
                     T.sync_warp()
             else:
                 for r in T.Parallel(2 * BT):
@@ -305,9 +303,9 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             for part in T.serial(BC // ROWS_AT_ONCE):
                 for r in T.unroll(ROWS_AT_ONCE):
                     for s, j in T.Parallel(NB, KP):
-                        q_raw[r, s, j] = rows[first_row(s) + part * ROWS_AT_ONCE + r, j]
+                        q_raw[r, s, j] = rows[LATER_FIRST.first_row(s) + part * ROWS_AT_ONCE + r, j]
                     for s, j in T.Parallel(NB, KP):
-                        k_raw[r, s, j] = rows[first_row(s) + BC + part * ROWS_AT_ONCE + r, j]
+                        k_raw[r, s, j] = rows[LATER_FIRST.first_row(s) + BC + part * ROWS_AT_ONCE + r, j]
                 for r in T.vectorized(ROWS_AT_ONCE):
                     q_factor[r] = factor[thread // (threads // NB) * 2 * BC + part * ROWS_AT_ONCE + r]
                 for r in T.vectorized(ROWS_AT_ONCE):
@@ -328,9 +326,9 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
                     for s, j in T.Parallel(NB, KP):
                         key_io[s, j] = T.cast(key[s, j], io)
                     for s, j in T.Parallel(NB, KP):
-                        rows[first_row(s) + i, j] = query_io[s, j]
+                        rows[LATER_FIRST.first_row(s) + i, j] = query_io[s, j]
                     for s, j in T.Parallel(NB, KP):
-                        rows[first_row(s) + BC + i, j] = row_io[s, j]
+                        rows[LATER_FIRST.first_row(s) + BC + i, j] = row_io[s, j]
                     for s, j in T.Parallel(NB, KP):
                         keys[0][s * BC + i, j] = key_io[s, j]
                     if not p.bounded_gate:
