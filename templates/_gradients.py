@@ -10,10 +10,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.templates._prep import load_gates, read_row, row_of_q
+from kda_tl.templates._exact import row_of_q
+from kda_tl.templates._prep import load_gates
 from kda_tl.templates._rows import BC, BY_EIGHT, NB
 from kda_tl.templates._slopes import Slopes
-from kda_tl.templates._tile import FORGOTTEN
 
 HALF = BC // 2
 BT = 64  # tokens a chunk
@@ -246,110 +246,3 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
                 written[0][start + token_of(r), i_hv, c] = done[r, c]
             else:
                 written[1][start + token_of(r), i_hv, c] = done[r, c]
-
-
-@T.macro
-def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
-    """A chunk's gradients for decays of any size: no exponent above 0, no anchor. A thread walks rows of a channel.
-
-    Every pair of rows has its own exponential: slow, for the rare chunk that decays below 2^-110 within eight tokens.
-
-    Args:
-        gate: the problem's.
-        tensors: q, k, g, dt_bias, values, states, do, dv, dstates.
-        at: chunk, head, value head, first token and number of tokens.
-        factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
-        sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
-            memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`put_gradients`. Of dG,
-            the keys' part is then 0 and the rows' part all.
-        threads: of the block.
-    """
-    q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
-    i_t, i_h, i_hv, start, count = at
-    factor, pairs, unit, slope, scale = factors
-    G, last, dG, keys, of_q, of_k, of_keys, written = sums
-    K, V = gate.p.K, gate.p.V
-    lanes = min(of_keys.shape[0], threads // K)
-    thread = T.get_thread_binding()
-    c = thread % K
-    grown = T.alloc_shared((lanes, K), "float32")
-    run = T.alloc_var("float32")
-    of_query = T.alloc_var("float32")
-    of_row = T.alloc_var("float32")
-    of_key = T.alloc_var("float32")
-    T.sync_threads()
-    if thread < K:
-        run = 0.0
-        for i in T.serial(BT):
-            step = gate.log2_decay(read_row(g, start, count, i, i_hv, c, K), unit, slope, gate.bias(dt_bias, i_hv, c))
-            clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
-            run = run + T.if_then_else(i < count, clamped, 0.0)
-            G[i, c] = run
-    T.sync_threads()
-    run = 0.0
-    if thread < lanes * K:
-        for n in T.serial(BT // lanes):
-            i = n * lanes + thread // K
-            of_query = 0.0
-            of_row = 0.0
-            of_key = 0.0
-            for v in T.serial(V):
-                state = T.cast(states[i_t, i_hv, v, c], "float32")
-                of_query = of_query + read_row(d_o, start, count, i, i_hv, v, V) * state
-                of_row = of_row - read_row(dv, start, count, i, i_hv, v, V) * state
-                of_key = of_key + T.cast(values[i_t, i_hv, v, i], "float32") * T.cast(
-                    dstates[i_t, i_hv, v, c], "float32"
-                )
-            query = read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)]
-            row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
-            of_query = of_query * T.exp2(G[i, c])
-            of_row = of_row * T.exp2(G[i, c])
-            of_key = of_key * T.exp2(G[BT - 1, c] - G[i, c])
-            run = run + row * of_key
-            for j in T.serial(BT):
-                other = read_row(k, start, count, j, i_h, c, K) * factor[row_of_q(j) + BC]
-                if j <= i:
-                    weight = T.exp2(G[i, c] - G[j, c]) * other
-                    of_query = of_query + T.cast(pairs[BY_EIGHT.row_of(i), j], "float32") * weight
-                    of_row = of_row + T.cast(pairs[BY_EIGHT.row_of(i) + HALF, j], "float32") * weight
-                if j >= i:
-                    asking = read_row(q, start, count, j, i_h, c, K) * factor[row_of_q(j)]
-                    of_asking = T.cast(pairs[BY_EIGHT.row_of(j), i], "float32") * asking
-                    of_other = T.cast(pairs[BY_EIGHT.row_of(j) + HALF, i], "float32") * other
-                    of_key = of_key + T.exp2(G[j, c] - G[i, c]) * (of_asking + of_other)
-            of_q[i, c] = scale * of_query
-            of_k[i, c] = of_row + of_key
-            dG[i, c] = query * of_query + row * (of_row - of_key)
-        grown[thread // K, c] = run
-    T.sync_threads()
-    for s, j in T.Parallel(*of_keys.shape):
-        of_keys[s, j] = T.if_then_else(s < lanes, grown[T.min(s, lanes - 1), j], 0.0)
-    for s, j in T.Parallel(*last.shape):
-        last[s, j] = G[BT - 1, j]
-    if thread < 2 * BT:
-        i = thread // 2
-        run = 0.0
-        if thread % 2 == 0:
-            rstd = factor[row_of_q(i)] / scale if gate.p.l2norm else 1.0
-            if gate.p.l2norm:
-                for n in T.serial(K):
-                    run = run + read_row(q, start, count, i, i_h, n, K) * of_q[i, n] * rstd
-            if i < count:
-                for n in T.serial(K):
-                    unit_q = read_row(q, start, count, i, i_h, n, K) * rstd
-                    written[0][start + i, i_hv, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), keys.dtype)
-        else:
-            rstd_k = factor[row_of_q(i) + BC] if gate.p.l2norm else 1.0
-            if gate.p.l2norm:
-                for n in T.serial(K):
-                    run = run + read_row(k, start, count, i, i_h, n, K) * of_k[i, n] * rstd_k
-            if i < count:
-                for n in T.serial(K):
-                    unit_k = read_row(k, start, count, i, i_h, n, K) * rstd_k
-                    written[1][start + i, i_hv, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), keys.dtype)
-    T.sync_threads()
-    for i, j in T.Parallel(BT, K):
-        of_k[i, j] = 0.0
-    for s, i, j in T.Parallel(*keys.shape):
-        keys[s, i, j] = 0
-    T.sync_threads()

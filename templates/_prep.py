@@ -1,4 +1,4 @@
-"""Parts of fwd_prep: what is loaded, gates in few instructions, pairs of rows, these for gates of any size."""
+"""Phases of fwd_prep: what is loaded, gates in few instructions, norms, operands, pairs of rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.problem import Problem
-from kda_tl.templates._rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
-from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, beta_factor
+from kda_tl.templates._rows import BC, LATER_FIRST, NB
+from kda_tl.templates._tile import RCP_LN2, beta_factor
+from kda_tl.templates._warp import find_norms
 
+WARPGROUP = 128
+ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 WARP_CHANNELS = 128  # of a sub-chunk that a warp has
-PART = 64  # channels whose pairs are taken exactly at once
 LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 OVERFLOW = 1e38  # of decays that may be infinite
-row_of_q = BY_SUB_CHUNK.row_of
 
 
 @dataclass(frozen=True)
@@ -174,135 +175,221 @@ def find_anchors(gate, middle, total, sums, before, last, anchor):
         middle[s, j] = anchor[s, j] - before[s, j]
 
 
-@T.macro
-def put_pairs(tile, first, left, both):
-    """Blocks of a product whose rows and keys belong together."""
-    rows, columns = tile.shape
-    for r, c in T.Parallel(rows, columns):
-        if (r // (2 * BC) == c // BC) if columns > BC else (r >= 2 * BC):
-            both[first * 2 * BC + r, left * BC + c] = tile[r, c]
+@dataclass(frozen=True)
+class Chunk:
+    """A thread block's chunk: its number, value head, head, first token and number of tokens."""
+
+    i_t: Any
+    i_hv: Any
+    i_h: Any
+    start: Any
+    count: Any
 
 
-@T.macro
-def take_pairs(own, others, b_factor, both):
-    """Products to where their pairs belong, those of a sub-chunk with itself masked, L's with beta.
+@dataclass(frozen=True)
+class Sums:
+    """Cumsums of a chunk's gates, in registers but for what is said.
 
-    Args:
-        own: of sub-chunks with themselves: the first sub-chunk of the rows, the product.
-        others: of other pairs: the first sub-chunks of rows and of keys, the product.
-        b_factor: beta.
-        both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
+    Attributes:
+        local: from the start of each sub-chunk.
+        middle: anchors, from the start of each.
+        total: of sub-chunks.
+        anchors: from the chunk's start, in shared memory.
+        anchor: the same.
+        last: of the chunk.
+        wild: least exponents, in shared memory, of a gate without a bound; or None.
     """
-    for tile in [*(tile for _, tile in own), *(tile for _, _, tile in others)]:
-        T.warpgroup_fence_operand(tile, num_regs=tile.shape[1] // 2)
-    for first, tile in own:
-        for r, c in T.Parallel(*tile.shape):
-            step_size = b_factor[(first + r // (2 * BC)) * BC + r % BC]
-            above = T.if_then_else(r % BC >= c % BC, tile[r, c], 0.0)
-            tile[r, c] = T.if_then_else(r % (2 * BC) >= BC, tile[r, c] * step_size, above)
-    for first, tile in own:
-        put_pairs(tile, first, first, both)
-    for first, left, tile in others:
-        put_pairs(tile, first, left, both)
+
+    local: Any
+    middle: Any
+    total: Any
+    anchors: Any
+    anchor: Any
+    last: Any
+    wild: Any
 
 
-@T.macro
-def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
-    """Aqk to where it belongs, and zeros above the inverse's diagonal, by 64 threads."""
-    HALF = Aqk.shape[3]
-    pairs = T.alloc_local((8,), "float32")
-    for n in T.unroll(8):
-        i = n * 8 + thread // 8
-        j = thread % 8 * 8
-        for e in T.vectorized(8):
-            pairs[e] = both[n // 2 * 2 * BC + i % BC, j + e]
-        if (n >= 4) | (j < HALF):
-            for e in T.vectorized(8):
-                kept = T.if_then_else(n // 2 >= thread % 8 // 2, pairs[e], 0.0)
-                Aqk[i_t, i_hv, i + j // HALF * HALF, j % HALF + e] = T.cast(kept, Aqk.dtype)
-            if thread % 8 // 2 > n // 2:
-                for e in T.vectorized(8):
-                    inverse[i, j + e] = T.cast(0.0, inverse.dtype)
+@dataclass(frozen=True)
+class Links:
+    """Powers of two that take operands from anchors elsewhere, in registers.
 
-
-def read_row(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> Any:
-    """Channel c of the chunk's row i in fp32, 0 past its end and in padded channels."""
-    return T.cast(T.if_then_else((i < count) & (c < K), x[start + i, head, c], 0), "float32")
-
-
-@T.macro
-def take_exactly(gate, tensors, at, factors, both, scalars):
-    """A chunk's factors and pairs for decays of any size, in place of what overflowed: no exponent above 0, no anchor.
-
-    Every pair of rows has its own exponentials: slow, for the rare chunk that decays below 2^-110 within eight tokens.
-
-    Args:
-        gate: the problem's.
-        tensors: q, k, g, dt_bias; k_neg, qg, kg and decay, which are written.
-        at: chunk, value head, head, first token and number of tokens.
-        factors: of rows of q and k, sub-chunk by sub-chunk, and beta, in shared memory.
-        both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
-        scalars: unit and slope of the gate.
+    Attributes:
+        ahead: to the chunk's start.
+        ahead_neg: the same, negative.
+        behind: to the chunk's end.
+        out: to their sub-chunk's end, of a gate without a bound.
+        nexts: from there, or from the anchor, to the anchors of the sub-chunks that follow.
     """
-    q, k, g, dt_bias, k_neg, qg, kg, decay = tensors
-    i_t, i_hv, i_h, start, count = at
-    factor, b_factor = factors
-    unit, slope = scalars
-    K, (_, _, BT, KP) = gate.p.K, kg.shape
-    io = kg.dtype
-    total = T.alloc_shared((BT, PART), "float32")
-    run = T.alloc_fragment((PART,), "float32")
-    weight = T.alloc_fragment((BT, PART), "float32")
-    product = T.alloc_fragment((BT, PART), "float32")
-    dot = T.alloc_fragment((BT,), "float32")
-    for part in T.serial(KP // PART):
-        T.clear(run)
-        for i in T.serial(BT):
-            for j in T.Parallel(PART):
-                c = part * PART + j
-                raw, bias = read_row(g, start, count, i, i_hv, c, K), gate.bias(dt_bias, i_hv, c)
-                step = gate.log2_decay(raw, unit, slope, bias)
-                clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
-                run[j] = run[j] + T.if_then_else((i < count) & (c < K), clamped, 0.0)
-                total[i, j] = run[j]
+
+    ahead: Any
+    ahead_neg: Any
+    behind: Any
+    out: Any
+    nexts: list[Any]
+
+
+@T.macro
+def sum_chunk(gate, raw, at, slope, unit, bias, decay):
+    """Cumsums from the start of a sub-chunk, then anchors from the chunk's, and the chunk's decay."""
+    KP, f32 = raw.shape[2], "float32"
+    local = T.alloc_fragment((BC, NB, KP), f32)
+    middle = T.alloc_fragment((NB, KP), f32)
+    total = T.alloc_fragment((NB, KP), f32)
+    sums = T.alloc_shared((NB, KP), f32)
+    anchors = T.alloc_shared((NB, KP), f32)
+    wild = None
+    sum_gates(gate, raw, at.count, slope[0], unit[0], bias, local, middle, total)
+    if not gate.p.bounded_gate:
+        wild = T.alloc_shared((NB,), f32)
+        find_steepest(middle, total, wild)
+    before = T.alloc_fragment((NB, KP), f32)
+    last = T.alloc_fragment((NB, KP), f32)
+    anchor = T.alloc_fragment((NB, KP), f32)
+    find_anchors(gate, middle, total, sums, before, last, anchor)
+    T.copy(anchor, anchors)
+    for j in T.Parallel(KP):
+        decay[at.i_t, at.i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
+    T.sync_threads()
+    return Sums(local, middle, total, anchors, anchor, last, wild)
+
+
+@T.macro
+def find_links(p, x):
+    """Links of a chunk's sums, of which totals and anchors are overwritten if the gate has no bound."""
+    KP, io = x.anchor.shape[1], "bfloat16"
+    anchor, total = x.anchor, x.total
+    ahead = T.alloc_fragment((NB, KP), io)
+    ahead_neg = T.alloc_fragment((NB, KP), io)
+    behind = T.alloc_fragment((NB, KP), "float32")
+    out = T.alloc_fragment((NB, KP), io)
+    nexts = [T.alloc_fragment((NB, KP), io) for _ in range(1, NB)]
+    for s, j in T.Parallel(NB, KP):
+        ahead[s, j] = T.cast(T.exp2(anchor[s, j]), io)
+        ahead_neg[s, j] = T.cast(-T.exp2(anchor[s, j]), io)
+        behind[s, j] = T.exp2(x.last[s, j] - anchor[s, j])
+    if not p.bounded_gate:  # keys leave their sub-chunk by way of its end, where they are no larger than k
+        for s, j in T.Parallel(NB, KP):
+            total[s, j] = T.round(total[s, j] - x.middle[s, j])
+        for s, j in T.Parallel(NB, KP):
+            out[s, j] = T.cast(T.exp2(total[s, j]), io)
+        for s, j in T.Parallel(NB, KP):
+            anchor[s, j] = anchor[s, j] + total[s, j]
+    for n, into in enumerate(nexts):
+        for s, j in T.Parallel(NB, KP):
+            into[s, j] = T.cast(T.exp2(x.anchors[T.min(s + n + 1, NB - 1), j] - anchor[s, j]), io)
+    return Links(ahead, ahead_neg, behind, out, nexts)
+
+
+@T.macro
+def normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads):
+    """What rows are multiplied with, and step sizes, once the rows have come; rows past the end become zeros."""
+    BT, KP = rows.shape[0] // 2, rows.shape[1]
+    thread = T.get_thread_binding()
+    T.ptx_wait_group(0)
+    T.sync_threads()
+    if count < BT:  # another sequence's rows may be infinite
+        for i, j in T.Parallel(2 * BT, KP):
+            if LATER_FIRST.token_of(i) >= count:
+                rows[i, j] = 0
         T.sync_threads()
-        for j in T.Parallel(PART):
-            decay[i_t, i_hv, part * PART + j] = T.exp2(total[BT - 1, j])
-        for i, j in T.Parallel(BT, PART):
-            c = part * PART + j
-            qg[i_t, i_hv, i, c] = T.cast(
-                read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)] * T.exp2(total[i, j]), io
-            )
-        for i, j in T.Parallel(BT, PART):
-            c = part * PART + j
-            row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
-            kg[i_t, i_hv, i, c] = T.cast(row * T.exp2(total[BT - 1, j] - total[i, j]), io)
-            k_neg[i_t, i_hv, i, c] = T.cast(-row * T.exp2(total[i, j]), io)
-        for n in T.serial(BT):
-            for i, j in T.Parallel(BT, PART):
-                key = read_row(k, start, count, n, i_h, part * PART + j, K) * factor[row_of_q(n) + BC]
-                weight[i, j] = key * T.exp2(T.min(total[i, j] - total[n, j], 0.0))
-            for x, below in ((q, 0), (k, BC)):
-                for i, j in T.Parallel(BT, PART):
-                    product[i, j] = read_row(x, start, count, i, i_h, part * PART + j, K) * weight[i, j]
-                T.reduce_sum(product, dot, dim=1)
-                T.sync_threads()
-                for i in T.Parallel(BT):
-                    beta = T.if_then_else(i // BC == n // BC, b_factor[i], 1.0)
-                    keep = beta if below else T.if_then_else(i >= n, 1.0, 0.0)
-                    before = T.if_then_else(part > 0, both[row_of_q(i) + below, n], 0.0)
-                    both[row_of_q(i) + below, n] = before + dot[i] * factor[row_of_q(i) + below] * keep
-                T.sync_threads()
+    for i in T.Parallel(BT):
+        b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
+    if p.l2norm:
+        if threads > WARPGROUP:
+            if thread < WARPGROUP:
+                find_norms(rows, LATER_FIRST.first_row(thread // 32), factor, scale)
+            T.sync_threads()
+        else:
+            find_norms(rows, LATER_FIRST.first_row(thread // 32), factor, scale)
+            T.sync_warp()
+    else:
+        for r in T.Parallel(2 * BT):
+            factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
+        T.sync_threads()
 
 
 @T.macro
-def take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
-    """The pair of a token that is alone in its chunk, from q and k as they came."""
-    K = q.shape[2]
-    product = T.alloc_fragment((1, KP), "float32")
-    dot = T.alloc_fragment((1,), "float32")
-    for i, c in T.Parallel(1, KP):
-        product[i, c] = read_row(q, start, 1, i, i_h, c, K) * read_row(k, start, 1, i, i_h, c, K)
-    T.reduce_sum(product, dot, dim=1)
-    for i in T.Parallel(1):
-        Aqk[i_t, i_hv, i, 0] = T.cast(dot[i] * factor[0] * factor[BC], Aqk.dtype)
+def put_operands(p, x, links, rows, factor, keys, at, k_neg, qg, kg, threads):
+    """Operands, where a thread reads and overwrites its own rows, and the three factors of a chunk, to memory.
+
+    Args:
+        p: the problem.
+        x: sums; local ones are overwritten.
+        links: powers of two.
+        rows: of q and k; become operands.
+        factor: what they are multiplied with.
+        keys: operands, a tile for each distance between sub-chunks; written.
+        at: the chunk.
+        k_neg: written.
+        qg: written.
+        kg: written.
+        threads: of the block.
+    """
+    thread, KP, io, f32 = T.get_thread_binding(), rows.shape[1], rows.dtype, "float32"
+    q_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)
+    k_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)
+    row = T.alloc_fragment((NB, KP), f32)
+    key = T.alloc_fragment((NB, KP), f32)
+    query = T.alloc_fragment((NB, KP), f32)
+    shrink = T.alloc_fragment((NB, KP), f32)
+    query_io = T.alloc_fragment((NB, KP), io)
+    row_io = T.alloc_fragment((NB, KP), io)
+    key_io = T.alloc_fragment((NB, KP), io)
+    scaled = T.alloc_fragment((NB, KP), io)
+    q_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
+    k_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
+    for part in T.serial(BC // ROWS_AT_ONCE):
+        for r in T.unroll(ROWS_AT_ONCE):
+            for s, j in T.Parallel(NB, KP):
+                q_raw[r, s, j] = rows[LATER_FIRST.first_row(s) + part * ROWS_AT_ONCE + r, j]
+            for s, j in T.Parallel(NB, KP):
+                k_raw[r, s, j] = rows[LATER_FIRST.first_row(s) + BC + part * ROWS_AT_ONCE + r, j]
+        for r in T.vectorized(ROWS_AT_ONCE):
+            q_factor[r] = factor[thread // (threads // NB) * 2 * BC + part * ROWS_AT_ONCE + r]
+        for r in T.vectorized(ROWS_AT_ONCE):
+            k_factor[r] = factor[thread // (threads // NB) * 2 * BC + BC + part * ROWS_AT_ONCE + r]
+        for r in T.unroll(ROWS_AT_ONCE):
+            i = part * ROWS_AT_ONCE + r
+            for s, j in T.Parallel(NB, KP):
+                above = x.local[r, s, j] - x.middle[s, j]
+                shrink[s, j] = T.exp2(above)
+                row[s, j] = T.cast(k_raw[r, s, j], f32) * k_factor[r]
+                query[s, j] = T.cast(q_raw[r, s, j], f32) * q_factor[r] * shrink[s, j]
+                key[s, j] = T.exp2(-above) * row[s, j]
+                row[s, j] = row[s, j] * shrink[s, j]
+            for s, j in T.Parallel(NB, KP):
+                query_io[s, j] = T.cast(query[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                row_io[s, j] = T.cast(row[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                key_io[s, j] = T.cast(key[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                rows[LATER_FIRST.first_row(s) + i, j] = query_io[s, j]
+            for s, j in T.Parallel(NB, KP):
+                rows[LATER_FIRST.first_row(s) + BC + i, j] = row_io[s, j]
+            for s, j in T.Parallel(NB, KP):
+                keys[0][s * BC + i, j] = key_io[s, j]
+            if not p.bounded_gate:
+                for s, j in T.Parallel(NB, KP):
+                    key_io[s, j] = key_io[s, j] * links.out[s, j]
+            for n, into in enumerate(links.nexts):
+                for s, j in T.Parallel(NB, KP):
+                    scaled[s, j] = key_io[s, j] * into[s, j]
+                for s, j in T.Parallel(NB, KP):
+                    if s < NB - 1 - n:
+                        keys[n + 1][s * BC + i, j] = scaled[s, j]
+            for s, j in T.Parallel(NB, KP):
+                kg[at.i_t, at.i_hv, s * BC + i, j] = T.cast(key[s, j] * links.behind[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                scaled[s, j] = query_io[s, j] * links.ahead[s, j]
+            for s, j in T.Parallel(NB, KP):
+                qg[at.i_t, at.i_hv, s * BC + i, j] = scaled[s, j]
+            for s, j in T.Parallel(NB, KP):
+                scaled[s, j] = row_io[s, j] * links.ahead_neg[s, j]
+            for s, j in T.Parallel(NB, KP):
+                k_neg[at.i_t, at.i_hv, s * BC + i, j] = scaled[s, j]
+        for r in T.unroll(BC - ROWS_AT_ONCE):  # a loop half as long, for the instruction cache
+            for s, j in T.Parallel(NB, KP):
+                shrink[s, j] = x.local[r + ROWS_AT_ONCE, s, j]
+            for s, j in T.Parallel(NB, KP):
+                x.local[r, s, j] = shrink[s, j]

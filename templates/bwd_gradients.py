@@ -36,6 +36,7 @@ from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates._chunks import keep_seen, share_heads, split_chunks
+from kda_tl.templates._exact import take_gradients_exactly
 from kda_tl.templates._gradients import (
     HALF,
     PAD,
@@ -48,7 +49,6 @@ from kda_tl.templates._gradients import (
     put_operands,
     sum_rows_after,
     take_gate,
-    take_gradients_exactly,
     token_of,
 )
 from kda_tl.templates._prep import (
