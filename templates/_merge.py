@@ -58,8 +58,7 @@ def load_given(p, given, is_given, i_n, i_h, v0, state):
     """Rows of the caller's state of a sequence, zero if there is none."""
     if is_given:
         for i, j in T.Parallel(*state.shape):
-            inside = (v0 + i < p.V) & (j < p.K)
-            state[i, j] = T.if_then_else(inside, given[at_state(p, i_n, i_h, j, v0 + i)], 0.0)
+            state[i, j] = T.if_then_else((v0 + i < p.V) & (j < p.K), given[at_state(p, i_n, i_h, j, v0 + i)], 0.0)
     else:
         T.clear(state)
 

@@ -92,8 +92,9 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
         if there:
             if w.i_n >= 0:
                 for i, j in T.Parallel(BV, KP):
-                    inside = (w.v0 + i < p.V) & (j < p.K)
-                    state[i, j] = T.if_then_else(inside, dht[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0)
+                    state[i, j] = T.if_then_else(
+                        (w.v0 + i < p.V) & (j < p.K), dht[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0
+                    )
 
     @T.prim_func
     def bwd_segment(
