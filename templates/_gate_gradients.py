@@ -69,10 +69,11 @@ def take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_pa
     KP, f32 = suffix.shape[2], "float32"
     slopes = Slopes(p, fast=True)
     rate = T.alloc_fragment((1,), f32)
-    of_slope = T.alloc_fragment((NB, KP), f32)
+    of_slope = T.alloc_fragment((NB, KP), f32) if p.has_A_log else None
     of_bias = T.alloc_fragment((NB, KP), f32)
     rate[0] = T.exp(A_log[at.i_hv]) if p.has_A_log else 1.0
-    T.clear(of_slope)
+    if p.has_A_log:
+        T.clear(of_slope)
     T.clear(of_bias)
     load_gates(g, p.K, at.start, at.count, at.i_hv, raw)
     for i in T.unroll(BC):
