@@ -8,6 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.problem import Problem
+from kda_tl.stage import Case
 from kda_tl.templates._rows import BC, LATER_FIRST, NB
 from kda_tl.templates._tile import RCP_LN2, beta_factor
 from kda_tl.templates._warp import find_norms
@@ -17,6 +18,20 @@ ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 WARP_CHANNELS = 128  # of a sub-chunk that a warp has
 LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
 OVERFLOW = 1e38  # of decays that may be infinite
+
+
+def reject_chunk(case: Case) -> str | None:
+    """What kernels of whole chunks with anchors cannot run: all but Hopper, bf16 and a gate a channel."""
+    p = case.problem
+    if case.device.sm != 90:
+        return f"its products are instructions of sm_90, the device is {case.device.arch}"
+    if (case.BT, case.BC) != (64, 16):
+        return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
+    if p.dtype != "bf16":
+        return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
+    if p.scalar_gate or p.rank > 1:
+        return "it takes one gate a channel and one row a token"
+    return None
 
 
 @dataclass(frozen=True)

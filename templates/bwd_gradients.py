@@ -21,6 +21,27 @@ anchor is multiplied with 2^(m_next - m) <= 1, and the product with the state is
 Of heads that value heads share, every value head has its part, see bwd_heads.
 
 Rows of q and k are one tile of 128, 8 by 8: a thread's rows belong to one token, a warp's leave the chain together.
+
+    phase            what all 8 (or 16) warps do
+    load, cumsums    all is asked for, gates first; they are summed, a thread a channel of a sub-chunk, meanwhile
+    put_operands     norms; rows 8 by 8, keys and exponents, relative to anchors
+    compute_pairs    dAqk, dKK = (dO, dX) V'^T; dbeta
+    sum_rows, _keys  (dO, dX) S^T and V' dS'^T, with all keys before and rows after, from anchor to anchor
+    sum_gradients    dG of rows, products with the norms' gradients; the exact path overwrites all sums
+    sum_rows_after   the reverse cumsum; take_gate: dg, parts of dA_log and ddt_bias; put_gradients: dq, dk
+
+    tensor              exponent                    dtype  where it lives
+    rows: q, k          from their own anchor       bf16   shared memory, BY_EIGHT
+    keys: k             to their own anchor         bf16   shared memory
+    above               from their own anchor       fp32   shared memory
+    links, tails        powers between anchors      fp32   shared memory
+    outer: dO, dX       none                        bf16   shared memory, BY_EIGHT
+    V', S, dS'          none                        bf16   shared memory
+    pairs: dAqk, dKK    none                        bf16   shared memory, and 16 columns each in registers
+    row_sum, key_sum    relative to anchors         fp32   registers
+    dG_row, of_key      none, relative to anchors   fp32   shared memory
+    suffix              none                        fp32   registers
+
 Gradients of G are products of the very operands that were multiplied, so what cancels in the cumsum cancels exactly.
 Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
 """
@@ -61,6 +82,7 @@ from kda_tl.templates._prep import (
     find_steepest,
     find_step,
     is_wild,
+    reject_chunk,
     sum_gates,
 )
 from kda_tl.templates._rows import BC, BY_EIGHT, NB
@@ -176,14 +198,8 @@ class BwdGradientsConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, a gate a channel, 16-bit operands of fp32's range, and shared memory."""
         p = case.problem
-        if case.device.sm != 90:
-            return f"its products are instructions of sm_90, the device is {case.device.arch}"
-        if (case.BT, case.BC) != (64, 16):
-            return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
-        if p.dtype != "bf16":
-            return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
-        if p.scalar_gate or p.rank > 1:
-            return "it takes one gate a channel and one row a token"
+        if reason := reject_chunk(case):
+            return reason
         if p.K not in (64, 128) or p.V not in (64, 128):  # padded K: TileLang 0.1.15 places its tiles in more memory
             return f"K={p.K}, V={p.V} are not 64 or 128 channels, which its tiles are"
         smem = self.smem_bytes(case)
@@ -313,23 +329,19 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             keys = T.alloc_shared((NB, BC, KP), io)
             put_operands(factor, local, middle, above, rows, keys)
 
-            # dAqk and dKK
             pairs = T.alloc_shared((2 * BT, BT), io)
             columns = [T.alloc_fragment((2 * BT, BC), io) for _ in range(NB)]
             compute_pairs(slopes, outer, value_shared, pairs, columns, b_factor, beta, dbeta, at)
 
-            # rows: of q and of k
             row_sum = T.alloc_fragment((2 * BT, KP), f32)
             sum_rows(gate, outer, state_shared, columns, keys, links, row_sum)
 
-            # keys
             key_sum = T.alloc_fragment((BT, KP), f32)
             of_keys = T.alloc_fragment((NB, KP), f32)  # what the last row of dG gets in addition, from kg and states
             of_states = T.alloc_fragment((NB, KP), f32)
             known = Known(value_shared, state_shared, dstate_shared)
             grown = sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_states)
 
-            # dG of rows, and the rows' own products with the gradients of q and k, which norms need
             of_key = T.alloc_shared((BT, KP + PAD), f32)
             dG_row = T.alloc_shared((BT, KP + PAD), f32)
             dot = sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row)

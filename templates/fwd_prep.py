@@ -19,8 +19,30 @@ A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays 
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
 The inverse: forward substitution gives the blocks of 16 rows on the diagonal, products of single warps what lies below
-them (see _warp). Chunks run from the last to the first, since the recurrence begins with the first: 549 -> 543 us for a
-whole call (B1 T8192 H64, H200).
+them (see _warp). Chunks run from the last to the first, since the recurrence begins with the first.
+
+    phase              warps of 4, of 256 channels 8                     barrier before it
+    load_gates, _rows  all ask for all: gates to registers, q, k async
+    sum_chunk          a warp has channels of one sub-chunk              one inside: sub-chunks meet
+    find_links         the same
+    normalise          four: a sub-chunk's rows each, by mma             q and k have come
+    put_operands       a thread its own rows, which it overwrites
+    multiply_pairs     a warpgroup 64 rows, by wgmma; of two a half each operands written
+    take_exactly       all; only where a gate without a bound is wild
+    substitute         two: a thread a column                            pairs written
+    put_queries        two more: Aqk to memory                           the same
+    invert             four, by mma                                      blocks written
+    the end            all: A to memory                                  inverse written
+
+    tensor                   exponent                       dtype        where it lives
+    raw, bias                -                              as they came registers
+    local, middle, total     from the sub-chunk's start     fp32         registers
+    anchors                  from the chunk's start         fp32         shared memory and registers
+    rows: q, k 2^(G - m)     from their own anchor          bf16         shared memory, over what came, LATER_FIRST
+    keys[n]: k 2^(m' - G)    to the n-th following anchor   bf16         shared memory
+    both: Aqk above L        none                           fp32         shared memory, BY_SUB_CHUNK
+    inverse                  none                           bf16         shared memory
+    k_neg, qg, kg            from the chunk's start, end    bf16         straight to memory
 Source: Kimi Linear, arXiv:2510.26692, section 3; anchors are derived above.
 """
 
@@ -47,6 +69,7 @@ from kda_tl.templates._prep import (
     load_rows,
     normalise,
     put_operands,
+    reject_chunk,
     sum_chunk,
 )
 from kda_tl.templates._rows import BC, NB
@@ -122,14 +145,8 @@ class FwdPrepConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, one gate a channel, 16-bit operands whose range is that of fp32, and shared memory."""
         p = case.problem
-        if case.device.sm != 90:
-            return f"its products are instructions of sm_90, the device is {case.device.arch}"
-        if (case.BT, case.BC) != (64, 16):
-            return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
-        if p.dtype != "bf16":
-            return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
-        if p.scalar_gate or p.rank > 1:
-            return "it takes one gate a channel and one row a token"
+        if reason := reject_chunk(case):
+            return reason
         if p.KP not in WIDTHS:
             return f"K={p.K} is not {' or '.join(map(str, WIDTHS))} channels, which its tiles are"
         needed, shared = self.blocks * (self.smem_bytes(case) + RESERVED), case.device.smem_bytes + RESERVED
@@ -260,8 +277,8 @@ def passes(case: Case) -> dict[str, bool]:
     TileLang 0.1.15 would set six more barriers: it cannot tell that a thread's part of a tile is its own where rows are
     counted by a loop, nor what ldmatrix reads. Nor can it tell that a chunk's tokens are among all tokens: it guards
     every row twice, 200 instructions before a block has asked for its rows. Without these guards ptxas (CUDA 13.0)
-    spills 16 bytes of the kernel for bounded gates: 8 x 1024 tokens of 96 heads take 734 us instead of 720. And a guard
-    that differs between channels is no guard without them: what it chooses from is loaded in either case.
+    spills 16 bytes of the kernel for bounded gates. And a guard that differs between channels is no guard without them:
+    what it chooses from is loaded in either case.
     """
     p = case.problem
     unguarded = {} if p.bounded_gate or p.KP > p.K else {"tl.disable_safe_memory_legalize": True}
