@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from kda_tl.templates._prep import load_gates
+from kda_tl.templates._gates import load_gates
 from kda_tl.templates._rows import BC, NB
 from kda_tl.templates._slopes import Slopes
 

@@ -1,4 +1,16 @@
-"""Phases of fwd_prep: what is loaded, gates in few instructions, norms, operands, pairs of rows."""
+"""Phases of fwd_prep: what is loaded, sums, links between anchors, norms, operands, pairs of rows.
+
+Rows of two sub-chunks, 64 with q and k, are a tile of the matrix unit; half of a product is unused. Of 256 channels
+there are two warpgroups, one for each half of a chunk.
+
+    product    rows of    keys of              where it lives
+    own_0      0, 1       their own            fp32 registers
+    next_0     0, 1       the one before       until all are taken to both: rows of Aqk above rows of L, fp32,
+    own_2      2, 3       their own            in shared memory
+    next_2     2, 3       the one before
+    second     2, 3       the second before
+    third      3          the third before
+"""
 
 from __future__ import annotations
 
@@ -7,93 +19,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.problem import Problem
-from kda_tl.stage import Case
+from kda_tl.templates._gates import find_anchors, find_steepest, find_step, sum_gates
 from kda_tl.templates._rows import BC, LATER_FIRST, NB
-from kda_tl.templates._tile import RCP_LN2, beta_factor
 from kda_tl.templates._warp import find_norms
 
 WARPGROUP = 128
 ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
-WARP_CHANNELS = 128  # of a sub-chunk that a warp has
-LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
-OVERFLOW = 1e38  # of decays that may be infinite
-
-
-def reject_chunk(case: Case) -> str | None:
-    """What kernels of whole chunks with anchors cannot run: all but Hopper, bf16 and a gate a channel."""
-    p = case.problem
-    if case.device.sm != 90:
-        return f"its products are instructions of sm_90, the device is {case.device.arch}"
-    if (case.BT, case.BC) != (64, 16):
-        return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
-    if p.dtype != "bf16":
-        return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
-    if p.scalar_gate or p.rank > 1:
-        return "it takes one gate a channel and one row a token"
-    return None
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The decays of a problem as expressions: fwd_gate's, for fewer instructions."""
-
-    p: Problem
-
-    def slope(self, A_log: Any, i_hv: Any) -> Any:
-        """-exp(A_log) / ln 2."""
-        return -RCP_LN2 * T.exp(A_log[i_hv]) if self.p.has_A_log else -RCP_LN2
-
-    def bias(self, dt_bias: Any, i_hv: Any, j: Any) -> Any:
-        """dt_bias, 0 in padded channels."""
-        if not self.p.has_dt_bias:
-            return 0.0
-        return T.if_then_else(j < self.p.K, dt_bias[i_hv, j], 0.0) if self.p.KP > self.p.K else dt_bias[i_hv, j]
-
-    def unit(self, slope: Any, lower_bound: Any) -> Any:
-        """What every decay of a head is a multiple of: with 0 in its place a row adds nothing."""
-        return {"log": RCP_LN2, "safe": lower_bound * RCP_LN2, "softplus": slope / RCP_LN2}[self.p.gate]
-
-    def log2_decay(self, x: Any, unit: Any, slope: Any, bias: Any, overflow: bool = False) -> Any:
-        """Of a raw gate. Fast log2 of 1 + t is off by 2^-22: 2.5e-4 of a decay of 2^-10.
-
-        With ``overflow`` that of softplus is infinite where its exponential is, from 88 on, or no number where the unit
-        is 0: two instructions less.
-        """
-        if self.p.gate == "log":
-            return x * unit
-        if self.p.gate == "safe":
-            return unit * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
-        z = RCP_LN2 * x + RCP_LN2 * bias
-        if overflow:
-            return unit * T.log2(1.0 + T.exp2(z))
-        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(T.min(z, -z))))
-
-    def anchor(self, x: Any) -> Any:
-        """The integer nearest to x; the even one if the gate has no bound: then half of a distance is an integer too.
-
-        Neighbouring anchors may lie 2 LIMIT apart, a power of two that fp32 and bf16 take for 0 while rows and keys on
-        either side of what decays steeply belong together. Keys go by way of their sub-chunk's end, which is an
-        integer's distance, sums of gradients half of the way, twice.
-        """
-        return T.round(x) if self.p.bounded_gate else 2.0 * T.round(0.5 * x)
-
-    def link(self, distance: Any) -> Any:
-        """The power of two that takes a number to a later anchor; half of the way if the gate has no bound."""
-        return T.exp2(distance if self.p.bounded_gate else 0.5 * distance)
-
-    def move(self, x: Any, link: Any) -> Any:
-        """A number all of its way."""
-        return x * link if self.p.bounded_gate else x * link * link
-
-
-LEAST_STEP = 2.0**-40
-
-
-def find_step(p: Problem, raw: Any) -> Any:
-    """beta_factor; not below 2^-40 before a backward, which divides by it: no output shows the difference."""
-    step = beta_factor(p, raw)
-    return step if p.direction == "fwd" else T.if_then_else(T.abs(step) < LEAST_STEP, LEAST_STEP, step)
 
 
 @T.macro
@@ -109,96 +40,6 @@ def load_rows(x, start, count, i_head, rows, below):
             rows[LATER_FIRST.first_row(i // BC) + below + i % BC, j] = T.if_then_else(
                 (i < count) & (j < K), x[start + i, i_head, j], 0
             )
-
-
-@T.macro
-def load_gates(g, K, start, count, i_hv, raw):
-    """Raw gates to registers, row by row of all sub-chunks."""
-    KP = raw.shape[2]
-    for i in T.unroll(BC):
-        for s, j in T.Parallel(NB, KP):
-            inside = (s * BC + i < count) & (j < K)
-            raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
-
-
-@T.macro
-def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
-    """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
-    KP = raw.shape[2]
-    step = T.alloc_fragment((NB, KP), "float32")
-    T.clear(total)
-    for i in T.unroll(BC):
-        for s, j in T.Parallel(NB, KP):
-            own_unit = T.if_then_else((s * BC + i < count) & (j < gate.p.K), unit, 0.0)
-            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_unit, slope, bias[s, j], overflow=True)
-        for s, j in T.Parallel(NB, KP):
-            total[s, j] = total[s, j] + step[s, j]
-        for s, j in T.Parallel(NB, KP):
-            local[i, s, j] = total[s, j]
-        if i == BC // 2 - 1:
-            for s, j in T.Parallel(NB, KP):
-                middle[s, j] = total[s, j]
-
-
-@T.macro
-def find_steepest(middle, total, steepest):
-    """The least exponent of any half of a sub-chunk; least of all where a decay is infinite or no number."""
-    KP = middle.shape[1]
-    halves = T.alloc_fragment((NB, KP), "float32")
-    least = T.alloc_fragment((NB,), "float32")
-    for s, j in T.Parallel(NB, KP):
-        half = T.min(middle[s, j], total[s, j] - middle[s, j])
-        halves[s, j] = T.if_then_else(total[s, j] > -OVERFLOW, half, -OVERFLOW)
-    T.reduce_min(halves, least, dim=1)
-    if KP > WARP_CHANNELS:  # warps meet in shared memory, which what follows may take
-        T.sync_threads()
-    for s in T.Parallel(NB):
-        steepest[s] = least[s]
-
-
-def is_wild(steepest: Any) -> Any:
-    """Whether some rows lie too far from their anchor."""
-    return T.min(T.min(steepest[0], steepest[1]), T.min(steepest[2], steepest[3])) < -LIMIT
-
-
-@T.macro
-def find_anchors(gate, middle, total, sums, before, last, anchor):
-    """Sums before each sub-chunk and of all; its anchor, from the chunk's start and, in place of the middle, its own.
-
-    Args:
-        gate: the problem's.
-        middle: sums at the middles of sub-chunks; becomes the anchors, from the start of each.
-        total: sums of sub-chunks.
-        sums: the same in shared memory; written.
-        before: sums of all sub-chunks before each; written.
-        last: of all sub-chunks; written.
-        anchor: the integer nearest to the middle's sum, see Gate.anchor, from the chunk's start; written.
-    """
-    KP = middle.shape[1]
-    for s, j in T.Parallel(NB, KP):
-        sums[s, j] = total[s, j]
-    T.sync_threads()
-    T.clear(before)
-    T.clear(last)
-    for n in T.unroll(NB):
-        for s, j in T.Parallel(NB, KP):
-            last[s, j] = last[s, j] + sums[n, j]
-            before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
-    for s, j in T.Parallel(NB, KP):
-        anchor[s, j] = gate.anchor(before[s, j] + middle[s, j])
-    for s, j in T.Parallel(NB, KP):
-        middle[s, j] = anchor[s, j] - before[s, j]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A thread block's chunk: its number, value head, head, first token and number of tokens."""
-
-    i_t: Any
-    i_hv: Any
-    i_h: Any
-    start: Any
-    count: Any
 
 
 @dataclass(frozen=True)
@@ -408,3 +249,108 @@ def put_operands(p, x, links, rows, factor, keys, at, k_neg, qg, kg, threads):
                 shrink[s, j] = x.local[r + ROWS_AT_ONCE, s, j]
             for s, j in T.Parallel(NB, KP):
                 x.local[r, s, j] = shrink[s, j]
+
+
+@T.macro
+def multiply_later(rows, keys, own_2, next_2, second, third):
+    """Products of the later half of a chunk, from registers."""
+    BT, KP = rows.shape[0] // 2, rows.shape[1]
+    later = T.alloc_fragment((BT, KP), rows.dtype)
+    T.copy(rows[:BT, :], later)
+    T.wgmma_gemm(later, keys[0][2 * BC : 4 * BC, :], own_2, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(later, keys[1][BC : 3 * BC, :], next_2, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(later, keys[2][:, :], second, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(later, keys[3][:, :], third, transpose_B=True, clear_accum=True)
+
+
+@T.macro
+def multiply_first(rows, keys, own_0, next_0):
+    """Products of its first half."""
+    BT = rows.shape[0] // 2
+    T.wgmma_gemm(rows[BT : 2 * BT, :], keys[0][: 2 * BC, :], own_0, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(rows[BT : 2 * BT, :], keys[1][:BC, :], next_0, transpose_B=True, clear_accum=True)
+
+
+@T.macro
+def put_pairs(tile, first, left, both):
+    """Blocks of a product whose rows and keys belong together."""
+    rows, columns = tile.shape
+    for r, c in T.Parallel(rows, columns):
+        if (r // (2 * BC) == c // BC) if columns > BC else (r >= 2 * BC):
+            both[first * 2 * BC + r, left * BC + c] = tile[r, c]
+
+
+@T.macro
+def take_pairs(own, others, b_factor, both):
+    """Products to where their pairs belong, those of a sub-chunk with itself masked, L's with beta.
+
+    Args:
+        own: of sub-chunks with themselves: the first sub-chunk of the rows, the product.
+        others: of other pairs: the first sub-chunks of rows and of keys, the product.
+        b_factor: beta.
+        both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
+    """
+    for tile in [*(tile for _, tile in own), *(tile for _, _, tile in others)]:
+        T.warpgroup_fence_operand(tile, num_regs=tile.shape[1] // 2)
+    for first, tile in own:
+        for r, c in T.Parallel(*tile.shape):
+            step_size = b_factor[(first + r // (2 * BC)) * BC + r % BC]
+            above = T.if_then_else(r % BC >= c % BC, tile[r, c], 0.0)
+            tile[r, c] = T.if_then_else(r % (2 * BC) >= BC, tile[r, c] * step_size, above)
+    for first, tile in own:
+        put_pairs(tile, first, first, both)
+    for first, left, tile in others:
+        put_pairs(tile, first, left, both)
+
+
+@T.macro
+def multiply_pairs(rows, keys, b_factor, both, threads):
+    """All pairs of a chunk; arguments as of :func:`take_pairs`, and the operands."""
+    BT, thread, f32 = rows.shape[0] // 2, T.get_thread_binding(), "float32"
+    own_0 = T.alloc_fragment((BT, 2 * BC), f32)
+    own_2 = T.alloc_fragment((BT, 2 * BC), f32)
+    next_0 = T.alloc_fragment((BT, BC), f32)
+    next_2 = T.alloc_fragment((BT, 2 * BC), f32)
+    second = T.alloc_fragment((BT, 2 * BC), f32)
+    third = T.alloc_fragment((BT, BC), f32)
+    T.fence_proxy_async()
+    T.sync_threads()
+    if threads > WARPGROUP:  # warpgroups share what follows
+        if thread < WARPGROUP:
+            multiply_later(rows, keys, own_2, next_2, second, third)
+            T.wait_wgmma(0)
+        else:
+            multiply_first(rows, keys, own_0, next_0)
+            T.wait_wgmma(0)
+        T.sync_threads()
+        if thread < WARPGROUP:
+            take_pairs([(2, own_2)], [(2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+        else:
+            take_pairs([(0, own_0)], [(0, 0, next_0)], b_factor, both)
+    else:
+        multiply_later(rows, keys, own_2, next_2, second, third)
+        multiply_first(rows, keys, own_0, next_0)
+        T.wait_wgmma(0)
+        T.sync_threads()
+        nearest = [(0, own_0), (2, own_2)]
+        take_pairs(nearest, [(0, 0, next_0), (2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+    T.sync_threads()
+
+
+@T.macro
+def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
+    """Aqk to where it belongs, and zeros above the inverse's diagonal, by 64 threads."""
+    HALF = Aqk.shape[3]
+    pairs = T.alloc_local((8,), "float32")
+    for n in T.unroll(8):
+        i = n * 8 + thread // 8
+        j = thread % 8 * 8
+        for e in T.vectorized(8):
+            pairs[e] = both[n // 2 * 2 * BC + i % BC, j + e]
+        if (n >= 4) | (j < HALF):
+            for e in T.vectorized(8):
+                kept = T.if_then_else(n // 2 >= thread % 8 // 2, pairs[e], 0.0)
+                Aqk[i_t, i_hv, i + j // HALF * HALF, j % HALF + e] = T.cast(kept, Aqk.dtype)
+            if thread % 8 // 2 > n // 2:
+                for e in T.vectorized(8):
+                    inverse[i, j + e] = T.cast(0.0, inverse.dtype)

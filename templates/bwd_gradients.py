@@ -59,6 +59,17 @@ from kda_tl.templates import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates._chunks import keep_seen, share_heads, split_chunks
 from kda_tl.templates._exact import take_gradients_exactly
 from kda_tl.templates._gate_gradients import sum_rows_after, take_gate
+from kda_tl.templates._gates import (
+    LEAST_STEP,
+    Chunk,
+    Gate,
+    find_anchors,
+    find_steepest,
+    find_step,
+    is_wild,
+    reject_chunk,
+    sum_gates,
+)
 from kda_tl.templates._gradients import (
     HALF,
     PAD,
@@ -73,17 +84,6 @@ from kda_tl.templates._gradients import (
     sum_gradients,
     sum_keys,
     sum_rows,
-)
-from kda_tl.templates._prep import (
-    LEAST_STEP,
-    Chunk,
-    Gate,
-    find_anchors,
-    find_steepest,
-    find_step,
-    is_wild,
-    reject_chunk,
-    sum_gates,
 )
 from kda_tl.templates._rows import BC, BY_EIGHT, NB
 from kda_tl.templates._slopes import Slopes

@@ -58,18 +58,15 @@ from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import fwd_gate, fwd_intra
 from kda_tl.templates._chunks import pack_lower, share_heads, split_chunks
 from kda_tl.templates._exact import PART, take_exactly, take_lone
-from kda_tl.templates._pairs import multiply_pairs, put_queries
+from kda_tl.templates._gates import Chunk, Gate, is_wild, load_gates, reject_chunk
 from kda_tl.templates._prep import (
     WARPGROUP,
-    Chunk,
-    Gate,
     find_links,
-    is_wild,
-    load_gates,
     load_rows,
+    multiply_pairs,
     normalise,
     put_operands,
-    reject_chunk,
+    put_queries,
     sum_chunk,
 )
 from kda_tl.templates._rows import BC, NB
