@@ -11,6 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.templates._exact import row_of_q
+from kda_tl.templates._gates import find_anchors, find_steepest, sum_gates
 from kda_tl.templates._rows import BC, BY_EIGHT, NB
 
 HALF = BC // 2
@@ -118,10 +119,31 @@ def mask_pairs(pair, db):
 
 
 @T.macro
-def link_anchors(gate, anchor, last, links, tails):
-    """Powers of two from the chunk's start by all anchors to its end, see Gate.link; tails from each to the end."""
-    KP = anchor.shape[1]
-    following = T.alloc_fragment((NB, KP), "float32")
+def sum_chunk(gate, raw, count, slope, unit, bias):
+    """Cumsums and anchors of a chunk as in fwd_prep, and powers of two between anchors.
+
+    Returns:
+        Sums inside the sub-chunks; anchors from the start of each; the chunk's sum; in shared memory room for
+        exponents, the powers from the chunk's start by all anchors to its end, see Gate.link, those from each anchor to
+        the end, and the least exponents of a gate without a bound.
+    """
+    KP, f32, wild = raw.shape[2], "float32", None
+    local = T.alloc_fragment((BC, NB, KP), f32)
+    middle = T.alloc_fragment((NB, KP), f32)
+    total = T.alloc_fragment((NB, KP), f32)
+    before = T.alloc_fragment((NB, KP), f32)
+    last = T.alloc_fragment((NB, KP), f32)
+    anchor = T.alloc_fragment((NB, KP), f32)
+    sums = T.alloc_shared((NB, KP), f32)
+    following = T.alloc_fragment((NB, KP), f32)
+    above = T.alloc_shared((BT, KP + PAD), f32)
+    links = T.alloc_shared((NB + 1, KP), f32)
+    tails = T.alloc_shared((NB, KP), f32)
+    sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
+    if not gate.p.bounded_gate:
+        wild = T.alloc_shared((NB,), f32)
+        find_steepest(middle, total, wild)
+    find_anchors(gate, middle, total, sums, before, last, anchor)
     for s, j in T.Parallel(NB, KP):
         links[s, j] = anchor[s, j]
         if s == NB - 1:
@@ -134,6 +156,7 @@ def link_anchors(gate, anchor, last, links, tails):
             links[0, j] = T.exp2(anchor[s, j])
     for s, j in T.Parallel(NB, KP):
         tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
+    return local, middle, last, above, links, tails, wild
 
 
 @T.macro

@@ -63,12 +63,9 @@ from kda_tl.templates._gates import (
     LEAST_STEP,
     Chunk,
     Gate,
-    find_anchors,
-    find_steepest,
     find_step,
     is_wild,
     reject_chunk,
-    sum_gates,
 )
 from kda_tl.templates._gradients import (
     HALF,
@@ -78,9 +75,9 @@ from kda_tl.templates._gradients import (
     ask_operands,
     ask_rows,
     compute_pairs,
-    link_anchors,
     put_gradients,
     put_operands,
+    sum_chunk,
     sum_gradients,
     sum_keys,
     sum_rows,
@@ -291,23 +288,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                 for s, j in T.Parallel(NB, KP):
                     raw[i, s, j] = g_shared[s * BC + i, j]
 
-            # cumsums and anchors, as in fwd_prep
-            local = T.alloc_fragment((BC, NB, KP), f32)
-            middle = T.alloc_fragment((NB, KP), f32)
-            total = T.alloc_fragment((NB, KP), f32)
-            before = T.alloc_fragment((NB, KP), f32)
-            last = T.alloc_fragment((NB, KP), f32)
-            anchor = T.alloc_fragment((NB, KP), f32)
-            sums = T.alloc_shared((NB, KP), f32)
-            above = T.alloc_shared((BT, KP + PAD), f32)  # exponents from the anchor of their own sub-chunk
-            links = T.alloc_shared((NB + 1, KP), f32)  # from the chunk's start to its end by all anchors: Gate.link
-            tails = T.alloc_shared((NB, KP), f32)  # from each anchor to the chunk's end
-            sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
-            if not p.bounded_gate:
-                wild = T.alloc_shared((NB,), f32)
-                find_steepest(middle, total, wild)
-            find_anchors(gate, middle, total, sums, before, last, anchor)
-            link_anchors(gate, anchor, last, links, tails)
+            local, middle, last, above, links, tails, wild = sum_chunk(gate, raw, count, slope, unit, bias)
 
             # norms
             factor = T.alloc_shared((2 * BT,), f32)
