@@ -206,7 +206,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             slope = T.alloc_fragment((1,), f32)
             unit = T.alloc_fragment((1,), f32)
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
-            rows = T.alloc_shared((2 * BT, KP), io)  # of q above those of k, by sub-chunk, see first_row
+            rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
             b_factor = T.alloc_shared((BT,), f32)
             raw_beta = T.alloc_fragment((BT,), beta.dtype)
             slope[0] = gate.slope(A_log, i_hv)
