@@ -10,29 +10,17 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.templates._prep import BC, load_gates, read_row, row_of_q
-from kda_tl.templates._slopes import Slopes
-from kda_tl.templates._tile import FORGOTTEN
+from kda_tl.templates._exact import row_of_q
+from kda_tl.templates._gates import find_anchors, find_steepest, sum_gates
+from kda_tl.templates._rows import BC, BY_EIGHT, NB
 
 HALF = BC // 2
 BT = 64  # tokens a chunk
 PAD = 8  # elements a row in shared memory that the matrix unit does not read: banks of neighbouring rows differ
 
 
-def token_of(r: Any) -> Any:
-    """The token that a row of q and k belongs to."""
-    return r // BC * HALF + r % HALF
-
-
-def is_key(r: Any) -> Any:
-    """1 for rows of k and dX, 0 for those of q and dO."""
-    return r // HALF % 2
-
-
-def row_of(i: Any) -> Any:
-    """The row of q of a token; that of k is HALF below."""
-    return i // HALF * BC + i % HALF
-
+BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
+token_of, is_key = BY_EIGHT.token_of, BY_EIGHT.is_key
 
 # TileLang's words for a loop that becomes cp.async, whose end is waited for later
 ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
@@ -58,6 +46,15 @@ class Rows:
     def __getitem__(self, at: tuple[Any, Any]) -> Any:
         r, c = at
         return self.tile[r // self.tile.shape[1], r % self.tile.shape[1], c]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What scans know of a chunk, in shared memory: V', S before it, dS after it."""
+
+    values: Any
+    state: Any
+    dstate: Any
 
 
 @T.macro
@@ -90,7 +87,7 @@ def put_operands(factor, local, middle, above, rows, keys):
         rows: rows of q above those of k, 16 by 16; becomes the operands, 8 by 8.
         keys: written.
     """
-    (_, NB, KP), io, f32 = local.shape, rows.dtype, "float32"
+    KP, io, f32 = local.shape[2], rows.dtype, "float32"
     q_raw = T.alloc_fragment((BC, NB, KP), io)
     k_raw = T.alloc_fragment((BC, NB, KP), io)
     for i in T.unroll(BC):
@@ -105,8 +102,8 @@ def put_operands(factor, local, middle, above, rows, keys):
             row = T.cast(k_raw[i, s, j], f32) * factor[s * 2 * BC + BC + i]
             query = T.cast(q_raw[i, s, j], f32) * factor[s * 2 * BC + i]
             above[s * BC + i, j] = exponent
-            rows[s, row_of(i), j] = T.cast(query * T.exp2(exponent), io)
-            rows[s, HALF + row_of(i), j] = T.cast(row * T.exp2(exponent), io)
+            rows[s, BY_EIGHT.row_of(i), j] = T.cast(query * T.exp2(exponent), io)
+            rows[s, HALF + BY_EIGHT.row_of(i), j] = T.cast(row * T.exp2(exponent), io)
             keys[s, i, j] = T.cast(row * T.exp2(-exponent), io)
 
 
@@ -122,99 +119,174 @@ def mask_pairs(pair, db):
 
 
 @T.macro
-def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix):
-    """The gradient of each row's decay, which is that of G summed from the row to the chunk's end.
+def sum_chunk(gate, raw, count, slope, unit, bias):
+    """Cumsums and anchors of a chunk as in fwd_prep, and powers of two between anchors.
 
-    Args:
-        dG_row: what rows of q and of k give dG.
-        keys: relative to their anchors.
-        of_key: what their product takes from dG.
-        of_keys: what kg gives the last row, in parts that belong to sub-chunks.
-        of_states: the products of state and gradient, in such parts.
-        last: cumsum of the chunk.
-        totals: sums of sub-chunks, in shared memory; written.
-        suffix: written.
+    Returns:
+        Sums inside the sub-chunks; anchors from the start of each; the chunk's sum; in shared memory room for
+        exponents, the powers from the chunk's start by all anchors to its end, see Gate.link, those from each anchor to
+        the end, and the least exponents of a gate without a bound.
     """
-    (_, NB, KP), f32 = suffix.shape, "float32"
-    run = T.alloc_fragment((NB, KP), f32)
-    after = T.alloc_fragment((NB, KP), f32)
-    parts = T.alloc_shared((NB, KP), f32)
-    T.clear(run)
-    T.sync_threads()
-    for n in T.unroll(BC):
-        for s, j in T.Parallel(NB, KP):
-            i = BC - 1 - n
-            own = T.cast(keys[s, i, j], f32) * of_key[s * BC + i, j]
-            run[s, j] = run[s, j] + (dG_row[s * BC + i, j] - own)
-        for s, j in T.Parallel(NB, KP):
-            suffix[BC - 1 - n, s, j] = run[s, j]
+    KP, f32, wild = raw.shape[2], "float32", None
+    local = T.alloc_fragment((BC, NB, KP), f32)
+    middle = T.alloc_fragment((NB, KP), f32)
+    total = T.alloc_fragment((NB, KP), f32)
+    before = T.alloc_fragment((NB, KP), f32)
+    last = T.alloc_fragment((NB, KP), f32)
+    anchor = T.alloc_fragment((NB, KP), f32)
+    sums = T.alloc_shared((NB, KP), f32)
+    following = T.alloc_fragment((NB, KP), f32)
+    above = T.alloc_shared((BT, KP + PAD), f32)
+    links = T.alloc_shared((NB + 1, KP), f32)
+    tails = T.alloc_shared((NB, KP), f32)
+    sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
+    if not gate.p.bounded_gate:
+        wild = T.alloc_shared((NB,), f32)
+        find_steepest(middle, total, wild)
+    find_anchors(gate, middle, total, sums, before, last, anchor)
     for s, j in T.Parallel(NB, KP):
-        parts[s, j] = of_keys[s, j] + T.exp2(last[s, j]) * of_states[s, j]
+        links[s, j] = anchor[s, j]
+        if s == NB - 1:
+            links[NB, j] = last[s, j]
     for s, j in T.Parallel(NB, KP):
-        totals[s, j] = run[s, j]
-    T.sync_threads()
+        following[s, j] = links[s + 1, j]
     for s, j in T.Parallel(NB, KP):
-        after[s, j] = parts[0, j] + parts[1, j] + parts[2, j] + parts[3, j]
-    for n in T.unroll(NB):
-        for s, j in T.Parallel(NB, KP):
-            after[s, j] = after[s, j] + T.if_then_else(n > s, totals[n, j], 0.0)
-    for i in T.unroll(BC):
-        for s, j in T.Parallel(NB, KP):
-            suffix[i, s, j] = suffix[i, s, j] + after[s, j]
+        links[s + 1, j] = gate.link(following[s, j] - anchor[s, j])
+        if s == 0:
+            links[0, j] = T.exp2(anchor[s, j])
+    for s, j in T.Parallel(NB, KP):
+        tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
+    return local, middle, last, above, links, tails, wild
 
 
 @T.macro
-def take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
-    """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters.
+def compute_pairs(slopes, outer, value_shared, pairs, columns, b_factor, beta, dbeta, at):
+    """dAqk and dKK, rounded, whole and by sub-chunks of their columns, and the gradients of step sizes.
 
     Args:
-        p: the problem, whose gate has an activation.
-        g: raw gates.
-        raw: room for the chunk's in registers.
-        bias: dt_bias.
-        A_log: of all heads.
-        lower_bound: of the safe gate.
-        at: chunk, head, first token and number of tokens.
-        totals: room in shared memory.
-        suffix: gradients of decays; becomes those of raw gates.
-        dA_log_part: written.
-        ddt_bias_part: written.
+        slopes: of the step sizes' activation.
+        outer: rows of dO and dX.
+        value_shared: values of the chunk.
+        pairs: dAqk and dKK in shared memory; written.
+        columns: 16 columns each, in registers; written.
+        b_factor: step sizes.
+        beta: as they came.
+        dbeta: written.
+        at: the chunk.
     """
-    i_t, i_h, start, count = at
-    (_, NB, KP), f32 = suffix.shape, "float32"
-    slopes = Slopes(p, fast=True)
-    rate = T.alloc_fragment((1,), f32)
-    of_slope = T.alloc_fragment((NB, KP), f32)
-    of_bias = T.alloc_fragment((NB, KP), f32)
-    rate[0] = T.exp(A_log[i_h]) if p.has_A_log else 1.0
-    T.clear(of_slope)
-    T.clear(of_bias)
-    load_gates(g, p.K, start, count, i_h, raw)
+    pair = T.alloc_fragment((2 * BT, BT), "float32")
+    db = T.alloc_shared((BT,), "float32")
+    T.gemm(outer, value_shared, pair, clear_accum=True, policy=BY_ROWS)
+    mask_pairs(pair, db)
+    T.copy(pair, pairs)
+    for a, column in enumerate(columns):
+        for r, j in T.Parallel(2 * BT, BC):
+            column[r, j] = pairs[r, a * BC + j]
+    for i in T.Parallel(BT):
+        if i < at.count:
+            step = b_factor[i]
+            dbeta[at.start + i, at.i_hv] = T.cast(
+                db[i] / (step * step) * slopes.beta(beta[at.start + i, at.i_hv]), dbeta.dtype
+            )
+
+
+@T.macro
+def sum_rows(gate, outer, state_shared, columns, keys, links, row_sum):
+    """What rows of q and of k add: the product with the state, and all keys before them, from anchor to anchor."""
+    KP = row_sum.shape[1]
+    T.gemm(outer, state_shared, row_sum, clear_accum=True, policy=BY_ROWS)
+    for r, c in T.Parallel(2 * BT, KP):
+        row_sum[r, c] = row_sum[r, c] * T.if_then_else(is_key(r) == 0, links[0, c], -links[0, c])
+    for a, column in enumerate(columns):
+        T.gemm(column, keys[a, :, :], row_sum, policy=BY_ROWS)
+        if a < NB - 1:
+            for r, c in T.Parallel(2 * BT, KP):
+                row_sum[r, c] = gate.move(row_sum[r, c], T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0))
+
+
+@T.macro
+def sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_states):
+    """What keys add: the product with the state's gradient, and all rows after them, from anchor to anchor.
+
+    Args:
+        gate: the problem's.
+        known: values and states.
+        pairs: dAqk and dKK.
+        rows: operands.
+        keys: operands.
+        links: see :func:`link_anchors`.
+        tails: likewise.
+        key_sum: relative to the anchor of each; written.
+        of_keys: what kg gives the last row of dG, by sub-chunk; written.
+        of_states: what the states give it, in as many parts; written.
+
+    Returns:
+        Room in shared memory.
+    """
+    KP, f32 = key_sum.shape[1], "float32"
+    grown = T.alloc_shared((BT, KP + PAD), f32)
+    T.gemm(known.values, known.dstate, key_sum, transpose_A=True, clear_accum=True, policy=BY_COLUMNS)
+    for i, c in T.Parallel(BT, KP):
+        grown[i, c] = key_sum[i, c] * T.cast(keys[i // BC, i % BC, c], f32) * tails[i // BC, c]
+    T.clear(of_states)
+    for v in T.serial(known.values.shape[0] // NB):
+        for s, j in T.Parallel(NB, KP):
+            product = T.cast(known.state[v * NB + s, j], f32) * T.cast(known.dstate[v * NB + s, j], f32)
+            of_states[s, j] = of_states[s, j] + product
+    T.clear(of_keys)
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
-            x = T.cast(raw[i, s, j], f32) + bias[s, j]
-            d = T.if_then_else((s * BC + i < count) & (j < p.K), suffix[i, s, j], 0.0)
-            dx = d * slopes.gate(x, rate[0], lower_bound)
-            if p.has_A_log:
-                own = slopes.A_log(x, rate[0], dx if p.gate == "safe" else d)
-                of_slope[s, j] = of_slope[s, j] + own
-            of_bias[s, j] = of_bias[s, j] + dx
-            suffix[i, s, j] = dx
-    if p.has_A_log:
-        of_heads = T.alloc_fragment((NB,), f32)
-        head_parts = T.alloc_shared((NB,), f32)
-        T.reduce_sum(of_slope, of_heads, dim=1)
-        T.copy(of_heads, head_parts)
+            of_keys[s, j] = of_keys[s, j] + grown[s * BC + i, j]
+    for b in tuple(reversed(range(NB))):
+        for i, c in T.Parallel(BT, KP):
+            key_sum[i, c] = gate.move(key_sum[i, c], T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0))
+        T.gemm(
+            pairs[b * 2 * BC : (b + 1) * 2 * BC, :],
+            rows[b, :, :],
+            key_sum,
+            transpose_A=True,
+            policy=BY_COLUMNS,
+        )
+    return grown
+
+
+@T.macro
+def sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row):
+    """dG of rows, and the rows' own products with the gradients of q and k, which norms need.
+
+    Args:
+        p: the problem.
+        rows: operands.
+        keys: operands.
+        row_sum: what rows add.
+        key_sum: what keys add.
+        of_key: the same in shared memory; written.
+        dG_row: written.
+
+    Returns:
+        The products of each row, if there are norms.
+    """
+    KP, f32 = key_sum.shape[1], "float32"
+    along = T.alloc_fragment((2 * BT, KP), f32)
+    dot = T.alloc_fragment((2 * BT,), f32)
+    by_token = T.alloc_fragment((BT // HALF, 2, HALF, KP), f32)
+    dG_of = T.alloc_fragment((BT // HALF, HALF, KP), f32)
+    for r, c in T.Parallel(2 * BT, KP):
+        along[r, c] = T.cast(rows[r // (2 * BC), r % (2 * BC), c], f32) * row_sum[r, c]
+    for n, part, h, c in T.Parallel(BT // HALF, 2, HALF, KP):
+        by_token[n, part, h, c] = along[n * BC + part * HALF + h, c]
+    T.reduce_sum(by_token, dG_of, dim=1)
+    for n, h, c in T.Parallel(BT // HALF, HALF, KP):
+        dG_row[n * HALF + h, c] = dG_of[n, h, c]
+    for i, c in T.Parallel(BT, KP):
+        of_key[i, c] = key_sum[i, c]
+    if p.l2norm:
         T.sync_threads()
-        if T.get_thread_binding() == 0:
-            dA_log_part[i_t, i_h] = head_parts[0] + head_parts[1] + head_parts[2] + head_parts[3]
-    if p.has_dt_bias:
-        T.sync_threads()
-        for s, j in T.Parallel(NB, KP):
-            totals[s, j] = of_bias[s, j]
-        T.sync_threads()
-        for j in T.Parallel(KP):
-            ddt_bias_part[i_t, i_h, j] = totals[0, j] + totals[1, j] + totals[2, j] + totals[3, j]
+        for r, c in T.Parallel(2 * BT, KP):
+            of_own_key = T.cast(keys[r // (2 * BC), token_of(r) % BC, c], f32) * of_key[token_of(r), c]
+            along[r, c] = along[r, c] + T.if_then_else(is_key(r) == 1, of_own_key, 0.0)
+        T.reduce_sum(along, dot, dim=1)
+    return dot
 
 
 @T.macro
@@ -258,110 +330,3 @@ def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, co
                 written[0][start + token_of(r), i_hv, c] = done[r, c]
             else:
                 written[1][start + token_of(r), i_hv, c] = done[r, c]
-
-
-@T.macro
-def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
-    """A chunk's gradients for decays of any size: no exponent above 0, no anchor. A thread walks rows of a channel.
-
-    Every pair of rows has its own exponential: slow, for the rare chunk that decays below 2^-110 within eight tokens.
-
-    Args:
-        gate: the problem's.
-        tensors: q, k, g, dt_bias, values, states, do, dv, dstates.
-        at: chunk, head, value head, first token and number of tokens.
-        factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
-        sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
-            memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`put_gradients`. Of dG,
-            the keys' part is then 0 and the rows' part all.
-        threads: of the block.
-    """
-    q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
-    i_t, i_h, i_hv, start, count = at
-    factor, pairs, unit, slope, scale = factors
-    G, last, dG, keys, of_q, of_k, of_keys, written = sums
-    K, V = gate.p.K, gate.p.V
-    lanes = min(of_keys.shape[0], threads // K)
-    thread = T.get_thread_binding()
-    c = thread % K
-    grown = T.alloc_shared((lanes, K), "float32")
-    run = T.alloc_var("float32")
-    of_query = T.alloc_var("float32")
-    of_row = T.alloc_var("float32")
-    of_key = T.alloc_var("float32")
-    T.sync_threads()
-    if thread < K:
-        run = 0.0
-        for i in T.serial(BT):
-            step = gate.log2_decay(read_row(g, start, count, i, i_hv, c, K), unit, slope, gate.bias(dt_bias, i_hv, c))
-            clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
-            run = run + T.if_then_else(i < count, clamped, 0.0)
-            G[i, c] = run
-    T.sync_threads()
-    run = 0.0
-    if thread < lanes * K:
-        for n in T.serial(BT // lanes):
-            i = n * lanes + thread // K
-            of_query = 0.0
-            of_row = 0.0
-            of_key = 0.0
-            for v in T.serial(V):
-                state = T.cast(states[i_t, i_hv, v, c], "float32")
-                of_query = of_query + read_row(d_o, start, count, i, i_hv, v, V) * state
-                of_row = of_row - read_row(dv, start, count, i, i_hv, v, V) * state
-                of_key = of_key + T.cast(values[i_t, i_hv, v, i], "float32") * T.cast(
-                    dstates[i_t, i_hv, v, c], "float32"
-                )
-            query = read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)]
-            row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
-            of_query = of_query * T.exp2(G[i, c])
-            of_row = of_row * T.exp2(G[i, c])
-            of_key = of_key * T.exp2(G[BT - 1, c] - G[i, c])
-            run = run + row * of_key
-            for j in T.serial(BT):
-                other = read_row(k, start, count, j, i_h, c, K) * factor[row_of_q(j) + BC]
-                if j <= i:
-                    weight = T.exp2(G[i, c] - G[j, c]) * other
-                    of_query = of_query + T.cast(pairs[row_of(i), j], "float32") * weight
-                    of_row = of_row + T.cast(pairs[row_of(i) + HALF, j], "float32") * weight
-                if j >= i:
-                    asking = read_row(q, start, count, j, i_h, c, K) * factor[row_of_q(j)]
-                    of_asking = T.cast(pairs[row_of(j), i], "float32") * asking
-                    of_other = T.cast(pairs[row_of(j) + HALF, i], "float32") * other
-                    of_key = of_key + T.exp2(G[j, c] - G[i, c]) * (of_asking + of_other)
-            of_q[i, c] = scale * of_query
-            of_k[i, c] = of_row + of_key
-            dG[i, c] = query * of_query + row * (of_row - of_key)
-        grown[thread // K, c] = run
-    T.sync_threads()
-    for s, j in T.Parallel(*of_keys.shape):
-        of_keys[s, j] = T.if_then_else(s < lanes, grown[T.min(s, lanes - 1), j], 0.0)
-    for s, j in T.Parallel(*last.shape):
-        last[s, j] = G[BT - 1, j]
-    if thread < 2 * BT:
-        i = thread // 2
-        run = 0.0
-        if thread % 2 == 0:
-            rstd = factor[row_of_q(i)] / scale if gate.p.l2norm else 1.0
-            if gate.p.l2norm:
-                for n in T.serial(K):
-                    run = run + read_row(q, start, count, i, i_h, n, K) * of_q[i, n] * rstd
-            if i < count:
-                for n in T.serial(K):
-                    unit_q = read_row(q, start, count, i, i_h, n, K) * rstd
-                    written[0][start + i, i_hv, n] = T.cast(rstd * (of_q[i, n] - unit_q * run), keys.dtype)
-        else:
-            rstd_k = factor[row_of_q(i) + BC] if gate.p.l2norm else 1.0
-            if gate.p.l2norm:
-                for n in T.serial(K):
-                    run = run + read_row(k, start, count, i, i_h, n, K) * of_k[i, n] * rstd_k
-            if i < count:
-                for n in T.serial(K):
-                    unit_k = read_row(k, start, count, i, i_h, n, K) * rstd_k
-                    written[1][start + i, i_hv, n] = T.cast(rstd_k * (of_k[i, n] - unit_k * run), keys.dtype)
-    T.sync_threads()
-    for i, j in T.Parallel(BT, K):
-        of_k[i, j] = 0.0
-    for s, i, j in T.Parallel(*keys.shape):
-        keys[s, i, j] = 0
-    T.sync_threads()

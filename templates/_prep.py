@@ -1,4 +1,16 @@
-"""Parts of fwd_prep: what is loaded, gates in few instructions, pairs of rows, these for gates of any size."""
+"""Phases of fwd_prep: what is loaded, sums, links between anchors, norms, operands, pairs of rows.
+
+Rows of two sub-chunks, 64 with q and k, are a tile of the matrix unit; half of a product is unused. Of 256 channels
+there are two warpgroups, one for each half of a chunk.
+
+    product    rows of    keys of              where it lives
+    own_0      0, 1       their own            fp32 registers
+    next_0     0, 1       the one before       until all are taken to both: rows of Aqk above rows of L, fp32,
+    own_2      2, 3       their own            in shared memory
+    next_2     2, 3       the one before
+    second     2, 3       the second before
+    third      3          the third before
+"""
 
 from __future__ import annotations
 
@@ -7,95 +19,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.problem import Problem
-from kda_tl.templates._tile import FORGOTTEN, RCP_LN2, beta_factor
+from kda_tl.templates._gates import find_anchors, find_steepest, find_step, sum_gates
+from kda_tl.templates._rows import BC, LATER_FIRST, NB
+from kda_tl.templates._warp import find_norms
 
-BC = 16  # tokens a sub-chunk
-WARP_CHANNELS = 128  # of a sub-chunk that a warp has
-PART = 64  # channels whose pairs are taken exactly at once
-LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
-OVERFLOW = 1e38  # of decays that may be infinite
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The decays of a problem as expressions: fwd_gate's, for fewer instructions."""
-
-    p: Problem
-
-    def slope(self, A_log: Any, i_hv: Any) -> Any:
-        """-exp(A_log) / ln 2."""
-        return -RCP_LN2 * T.exp(A_log[i_hv]) if self.p.has_A_log else -RCP_LN2
-
-    def bias(self, dt_bias: Any, i_hv: Any, j: Any) -> Any:
-        """dt_bias, 0 in padded channels."""
-        if not self.p.has_dt_bias:
-            return 0.0
-        return T.if_then_else(j < self.p.K, dt_bias[i_hv, j], 0.0) if self.p.KP > self.p.K else dt_bias[i_hv, j]
-
-    def unit(self, slope: Any, lower_bound: Any) -> Any:
-        """What every decay of a head is a multiple of: with 0 in its place a row adds nothing."""
-        return {"log": RCP_LN2, "safe": lower_bound * RCP_LN2, "softplus": slope / RCP_LN2}[self.p.gate]
-
-    def log2_decay(self, x: Any, unit: Any, slope: Any, bias: Any, overflow: bool = False) -> Any:
-        """Of a raw gate. Fast log2 of 1 + t is off by 2^-22: 2.5e-4 of a decay of 2^-10.
-
-        With ``overflow`` that of softplus is infinite where its exponential is, from 88 on, or no number where the unit
-        is 0: two instructions less.
-        """
-        if self.p.gate == "log":
-            return x * unit
-        if self.p.gate == "safe":
-            return unit * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
-        z = RCP_LN2 * x + RCP_LN2 * bias
-        if overflow:
-            return unit * T.log2(1.0 + T.exp2(z))
-        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(T.min(z, -z))))
-
-    def anchor(self, x: Any) -> Any:
-        """The integer nearest to x; the even one if the gate has no bound: then half of a distance is an integer too.
-
-        Neighbouring anchors may lie 2 LIMIT apart, a power of two that fp32 and bf16 take for 0 while rows and keys on
-        either side of what decays steeply belong together. Keys go by way of their sub-chunk's end, which is an
-        integer's distance, sums of gradients half of the way, twice.
-        """
-        return T.round(x) if self.p.bounded_gate else 2.0 * T.round(0.5 * x)
-
-    def link(self, distance: Any) -> Any:
-        """The power of two that takes a number to a later anchor; half of the way if the gate has no bound."""
-        return T.exp2(distance if self.p.bounded_gate else 0.5 * distance)
-
-    def move(self, x: Any, link: Any) -> Any:
-        """A number all of its way."""
-        return x * link if self.p.bounded_gate else x * link * link
-
-
-LEAST_STEP = 2.0**-40
-
-
-def find_step(p: Problem, raw: Any) -> Any:
-    """beta_factor; not below 2^-40 before a backward, which divides by it: no output shows the difference."""
-    step = beta_factor(p, raw)
-    return step if p.direction == "fwd" else T.if_then_else(T.abs(step) < LEAST_STEP, LEAST_STEP, step)
-
-
-def row_of_q(i: Any) -> Any:
-    """Where row i of q is: 16 rows of q, 16 of k and so on. Those of k are 16 below."""
-    return i // BC * 2 * BC + i % BC
-
-
-def first_row(s: Any) -> Any:
-    """Where rows of q and k of sub-chunk s begin in their tile: the later half of a chunk lies first.
-
-    That half meets most keys, from registers; TileLang 0.1.15 fills these by ldmatrix from a tile's start, whatever the
-    start of the slice.
-    """
-    return (s + 2) % 4 * 2 * BC
-
-
-def token_of(r: Any) -> Any:
-    """The token that row r of that tile belongs to, of q or of k."""
-    return (r // (2 * BC) + 2) % 4 * BC + r % BC
+WARPGROUP = 128
+ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 
 
 @T.macro
@@ -104,92 +33,242 @@ def load_rows(x, start, count, i_head, rows, below):
     BT, (_, _, K), KP = rows.shape[0] // 2, x.shape, rows.shape[1]
     if K == KP:
         for n in T.unroll(BT // BC):
-            first = first_row(n) + below
+            first = LATER_FIRST.first_row(n) + below
             T.async_copy(x[start + n * BC : start + (n + 1) * BC, i_head, :], rows[first : first + BC, :])
     else:
         for i, j in T.Parallel(BT, KP):
-            rows[first_row(i // BC) + below + i % BC, j] = T.if_then_else(
+            rows[LATER_FIRST.first_row(i // BC) + below + i % BC, j] = T.if_then_else(
                 (i < count) & (j < K), x[start + i, i_head, j], 0
             )
 
 
-@T.macro
-def load_gates(g, K, start, count, i_hv, raw):
-    """Raw gates to registers, row by row of all sub-chunks."""
-    _, NB, KP = raw.shape
-    for i in T.unroll(BC):
-        for s, j in T.Parallel(NB, KP):
-            inside = (s * BC + i < count) & (j < K)
-            raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
+@dataclass(frozen=True)
+class Sums:
+    """Cumsums of a chunk's gates, in registers but for what is said.
+
+    Attributes:
+        local: from the start of each sub-chunk.
+        middle: anchors, from the start of each.
+        total: of sub-chunks.
+        anchors: from the chunk's start, in shared memory.
+        anchor: the same.
+        last: of the chunk.
+        wild: least exponents, in shared memory, of a gate without a bound; or None.
+    """
+
+    local: Any
+    middle: Any
+    total: Any
+    anchors: Any
+    anchor: Any
+    last: Any
+    wild: Any
+
+
+@dataclass(frozen=True)
+class Links:
+    """Powers of two that take operands from anchors elsewhere, in registers.
+
+    Attributes:
+        ahead: to the chunk's start.
+        ahead_neg: the same, negative.
+        behind: to the chunk's end.
+        out: to their sub-chunk's end, of a gate without a bound.
+        nexts: from there, or from the anchor, to the anchors of the sub-chunks that follow.
+    """
+
+    ahead: Any
+    ahead_neg: Any
+    behind: Any
+    out: Any
+    nexts: list[Any]
 
 
 @T.macro
-def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
-    """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
-    _, NB, KP = raw.shape
-    step = T.alloc_fragment((NB, KP), "float32")
-    T.clear(total)
-    for i in T.unroll(BC):
-        for s, j in T.Parallel(NB, KP):
-            own_unit = T.if_then_else((s * BC + i < count) & (j < gate.p.K), unit, 0.0)
-            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_unit, slope, bias[s, j], overflow=True)
-        for s, j in T.Parallel(NB, KP):
-            total[s, j] = total[s, j] + step[s, j]
-        for s, j in T.Parallel(NB, KP):
-            local[i, s, j] = total[s, j]
-        if i == BC // 2 - 1:
-            for s, j in T.Parallel(NB, KP):
-                middle[s, j] = total[s, j]
+def sum_chunk(gate, raw, at, slope, unit, bias, decay):
+    """Cumsums from the start of a sub-chunk, then anchors from the chunk's, and the chunk's decay."""
+    KP, f32 = raw.shape[2], "float32"
+    local = T.alloc_fragment((BC, NB, KP), f32)
+    middle = T.alloc_fragment((NB, KP), f32)
+    total = T.alloc_fragment((NB, KP), f32)
+    sums = T.alloc_shared((NB, KP), f32)
+    anchors = T.alloc_shared((NB, KP), f32)
+    wild = None
+    sum_gates(gate, raw, at.count, slope[0], unit[0], bias, local, middle, total)
+    if not gate.p.bounded_gate:
+        wild = T.alloc_shared((NB,), f32)
+        find_steepest(middle, total, wild)
+    before = T.alloc_fragment((NB, KP), f32)
+    last = T.alloc_fragment((NB, KP), f32)
+    anchor = T.alloc_fragment((NB, KP), f32)
+    find_anchors(gate, middle, total, sums, before, last, anchor)
+    T.copy(anchor, anchors)
+    for j in T.Parallel(KP):
+        decay[at.i_t, at.i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
+    T.sync_threads()
+    return Sums(local, middle, total, anchors, anchor, last, wild)
 
 
 @T.macro
-def find_steepest(middle, total, steepest):
-    """The least exponent of any half of a sub-chunk; least of all where a decay is infinite or no number."""
-    NB, KP = middle.shape
-    halves = T.alloc_fragment((NB, KP), "float32")
-    least = T.alloc_fragment((NB,), "float32")
+def find_links(p, x):
+    """Links of a chunk's sums, of which totals and anchors are overwritten if the gate has no bound."""
+    KP, io = x.anchor.shape[1], "bfloat16"
+    anchor, total = x.anchor, x.total
+    ahead = T.alloc_fragment((NB, KP), io)
+    ahead_neg = T.alloc_fragment((NB, KP), io)
+    behind = T.alloc_fragment((NB, KP), "float32")
+    out = T.alloc_fragment((NB, KP), io)
+    nexts = [T.alloc_fragment((NB, KP), io) for _ in range(1, NB)]
     for s, j in T.Parallel(NB, KP):
-        half = T.min(middle[s, j], total[s, j] - middle[s, j])
-        halves[s, j] = T.if_then_else(total[s, j] > -OVERFLOW, half, -OVERFLOW)
-    T.reduce_min(halves, least, dim=1)
-    if KP > WARP_CHANNELS:  # warps meet in shared memory, which what follows may take
-        T.sync_threads()
-    for s in T.Parallel(NB):
-        steepest[s] = least[s]
-
-
-def is_wild(steepest: Any) -> Any:
-    """Whether some rows lie too far from their anchor."""
-    return T.min(T.min(steepest[0], steepest[1]), T.min(steepest[2], steepest[3])) < -LIMIT
+        ahead[s, j] = T.cast(T.exp2(anchor[s, j]), io)
+        ahead_neg[s, j] = T.cast(-T.exp2(anchor[s, j]), io)
+        behind[s, j] = T.exp2(x.last[s, j] - anchor[s, j])
+    if not p.bounded_gate:  # keys leave their sub-chunk by way of its end, where they are no larger than k
+        for s, j in T.Parallel(NB, KP):
+            total[s, j] = T.round(total[s, j] - x.middle[s, j])
+        for s, j in T.Parallel(NB, KP):
+            out[s, j] = T.cast(T.exp2(total[s, j]), io)
+        for s, j in T.Parallel(NB, KP):
+            anchor[s, j] = anchor[s, j] + total[s, j]
+    for n, into in enumerate(nexts):
+        for s, j in T.Parallel(NB, KP):
+            into[s, j] = T.cast(T.exp2(x.anchors[T.min(s + n + 1, NB - 1), j] - anchor[s, j]), io)
+    return Links(ahead, ahead_neg, behind, out, nexts)
 
 
 @T.macro
-def find_anchors(gate, middle, total, sums, before, last, anchor):
-    """Sums before each sub-chunk and of all; its anchor, from the chunk's start and, in place of the middle, its own.
+def normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads):
+    """What rows are multiplied with, and step sizes, once the rows have come; rows past the end become zeros."""
+    BT, KP = rows.shape[0] // 2, rows.shape[1]
+    thread = T.get_thread_binding()
+    T.ptx_wait_group(0)
+    T.sync_threads()
+    if count < BT:  # another sequence's rows may be infinite
+        for i, j in T.Parallel(2 * BT, KP):
+            if LATER_FIRST.token_of(i) >= count:
+                rows[i, j] = 0
+        T.sync_threads()
+    for i in T.Parallel(BT):
+        b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
+    if p.l2norm:
+        if threads > WARPGROUP:
+            if thread < WARPGROUP:
+                find_norms(rows, LATER_FIRST.first_row(thread // 32), factor, scale)
+            T.sync_threads()
+        else:
+            find_norms(rows, LATER_FIRST.first_row(thread // 32), factor, scale)
+            T.sync_warp()
+    else:
+        for r in T.Parallel(2 * BT):
+            factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
+        T.sync_threads()
+
+
+@T.macro
+def put_operands(p, x, links, rows, factor, keys, at, k_neg, qg, kg, threads):
+    """Operands, where a thread reads and overwrites its own rows, and the three factors of a chunk, to memory.
 
     Args:
-        gate: the problem's.
-        middle: sums at the middles of sub-chunks; becomes the anchors, from the start of each.
-        total: sums of sub-chunks.
-        sums: the same in shared memory; written.
-        before: sums of all sub-chunks before each; written.
-        last: of all sub-chunks; written.
-        anchor: the integer nearest to the middle's sum, see Gate.anchor, from the chunk's start; written.
+        p: the problem.
+        x: sums; local ones are overwritten.
+        links: powers of two.
+        rows: of q and k; become operands.
+        factor: what they are multiplied with.
+        keys: operands, a tile for each distance between sub-chunks; written.
+        at: the chunk.
+        k_neg: written.
+        qg: written.
+        kg: written.
+        threads: of the block.
     """
-    NB, KP = middle.shape
-    for s, j in T.Parallel(NB, KP):
-        sums[s, j] = total[s, j]
-    T.sync_threads()
-    T.clear(before)
-    T.clear(last)
-    for n in T.unroll(NB):
-        for s, j in T.Parallel(NB, KP):
-            last[s, j] = last[s, j] + sums[n, j]
-            before[s, j] = before[s, j] + T.if_then_else(n < s, sums[n, j], 0.0)
-    for s, j in T.Parallel(NB, KP):
-        anchor[s, j] = gate.anchor(before[s, j] + middle[s, j])
-    for s, j in T.Parallel(NB, KP):
-        middle[s, j] = anchor[s, j] - before[s, j]
+    thread, KP, io, f32 = T.get_thread_binding(), rows.shape[1], rows.dtype, "float32"
+    q_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)
+    k_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)
+    row = T.alloc_fragment((NB, KP), f32)
+    key = T.alloc_fragment((NB, KP), f32)
+    query = T.alloc_fragment((NB, KP), f32)
+    shrink = T.alloc_fragment((NB, KP), f32)
+    query_io = T.alloc_fragment((NB, KP), io)
+    row_io = T.alloc_fragment((NB, KP), io)
+    key_io = T.alloc_fragment((NB, KP), io)
+    scaled = T.alloc_fragment((NB, KP), io)
+    q_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
+    k_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
+    for part in T.serial(BC // ROWS_AT_ONCE):
+        for r in T.unroll(ROWS_AT_ONCE):
+            for s, j in T.Parallel(NB, KP):
+                q_raw[r, s, j] = rows[LATER_FIRST.first_row(s) + part * ROWS_AT_ONCE + r, j]
+            for s, j in T.Parallel(NB, KP):
+                k_raw[r, s, j] = rows[LATER_FIRST.first_row(s) + BC + part * ROWS_AT_ONCE + r, j]
+        for r in T.vectorized(ROWS_AT_ONCE):
+            q_factor[r] = factor[thread // (threads // NB) * 2 * BC + part * ROWS_AT_ONCE + r]
+        for r in T.vectorized(ROWS_AT_ONCE):
+            k_factor[r] = factor[thread // (threads // NB) * 2 * BC + BC + part * ROWS_AT_ONCE + r]
+        for r in T.unroll(ROWS_AT_ONCE):
+            i = part * ROWS_AT_ONCE + r
+            for s, j in T.Parallel(NB, KP):
+                above = x.local[r, s, j] - x.middle[s, j]
+                shrink[s, j] = T.exp2(above)
+                row[s, j] = T.cast(k_raw[r, s, j], f32) * k_factor[r]
+                query[s, j] = T.cast(q_raw[r, s, j], f32) * q_factor[r] * shrink[s, j]
+                key[s, j] = T.exp2(-above) * row[s, j]
+                row[s, j] = row[s, j] * shrink[s, j]
+            for s, j in T.Parallel(NB, KP):
+                query_io[s, j] = T.cast(query[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                row_io[s, j] = T.cast(row[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                key_io[s, j] = T.cast(key[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                rows[LATER_FIRST.first_row(s) + i, j] = query_io[s, j]
+            for s, j in T.Parallel(NB, KP):
+                rows[LATER_FIRST.first_row(s) + BC + i, j] = row_io[s, j]
+            for s, j in T.Parallel(NB, KP):
+                keys[0][s * BC + i, j] = key_io[s, j]
+            if not p.bounded_gate:
+                for s, j in T.Parallel(NB, KP):
+                    key_io[s, j] = key_io[s, j] * links.out[s, j]
+            for n, into in enumerate(links.nexts):
+                for s, j in T.Parallel(NB, KP):
+                    scaled[s, j] = key_io[s, j] * into[s, j]
+                for s, j in T.Parallel(NB, KP):
+                    if s < NB - 1 - n:
+                        keys[n + 1][s * BC + i, j] = scaled[s, j]
+            for s, j in T.Parallel(NB, KP):
+                kg[at.i_t, at.i_hv, s * BC + i, j] = T.cast(key[s, j] * links.behind[s, j], io)
+            for s, j in T.Parallel(NB, KP):
+                scaled[s, j] = query_io[s, j] * links.ahead[s, j]
+            for s, j in T.Parallel(NB, KP):
+                qg[at.i_t, at.i_hv, s * BC + i, j] = scaled[s, j]
+            for s, j in T.Parallel(NB, KP):
+                scaled[s, j] = row_io[s, j] * links.ahead_neg[s, j]
+            for s, j in T.Parallel(NB, KP):
+                k_neg[at.i_t, at.i_hv, s * BC + i, j] = scaled[s, j]
+        for r in T.unroll(BC - ROWS_AT_ONCE):  # a loop half as long, for the instruction cache
+            for s, j in T.Parallel(NB, KP):
+                shrink[s, j] = x.local[r + ROWS_AT_ONCE, s, j]
+            for s, j in T.Parallel(NB, KP):
+                x.local[r, s, j] = shrink[s, j]
+
+
+@T.macro
+def multiply_later(rows, keys, own_2, next_2, second, third):
+    """Products of the later half of a chunk, from registers."""
+    BT, KP = rows.shape[0] // 2, rows.shape[1]
+    later = T.alloc_fragment((BT, KP), rows.dtype)
+    T.copy(rows[:BT, :], later)
+    T.wgmma_gemm(later, keys[0][2 * BC : 4 * BC, :], own_2, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(later, keys[1][BC : 3 * BC, :], next_2, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(later, keys[2][:, :], second, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(later, keys[3][:, :], third, transpose_B=True, clear_accum=True)
+
+
+@T.macro
+def multiply_first(rows, keys, own_0, next_0):
+    """Products of its first half."""
+    BT = rows.shape[0] // 2
+    T.wgmma_gemm(rows[BT : 2 * BT, :], keys[0][: 2 * BC, :], own_0, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(rows[BT : 2 * BT, :], keys[1][:BC, :], next_0, transpose_B=True, clear_accum=True)
 
 
 @T.macro
@@ -225,6 +304,40 @@ def take_pairs(own, others, b_factor, both):
 
 
 @T.macro
+def multiply_pairs(rows, keys, b_factor, both, threads):
+    """All pairs of a chunk; arguments as of :func:`take_pairs`, and the operands."""
+    BT, thread, f32 = rows.shape[0] // 2, T.get_thread_binding(), "float32"
+    own_0 = T.alloc_fragment((BT, 2 * BC), f32)
+    own_2 = T.alloc_fragment((BT, 2 * BC), f32)
+    next_0 = T.alloc_fragment((BT, BC), f32)
+    next_2 = T.alloc_fragment((BT, 2 * BC), f32)
+    second = T.alloc_fragment((BT, 2 * BC), f32)
+    third = T.alloc_fragment((BT, BC), f32)
+    T.fence_proxy_async()
+    T.sync_threads()
+    if threads > WARPGROUP:  # warpgroups share what follows
+        if thread < WARPGROUP:
+            multiply_later(rows, keys, own_2, next_2, second, third)
+            T.wait_wgmma(0)
+        else:
+            multiply_first(rows, keys, own_0, next_0)
+            T.wait_wgmma(0)
+        T.sync_threads()
+        if thread < WARPGROUP:
+            take_pairs([(2, own_2)], [(2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+        else:
+            take_pairs([(0, own_0)], [(0, 0, next_0)], b_factor, both)
+    else:
+        multiply_later(rows, keys, own_2, next_2, second, third)
+        multiply_first(rows, keys, own_0, next_0)
+        T.wait_wgmma(0)
+        T.sync_threads()
+        nearest = [(0, own_0), (2, own_2)]
+        take_pairs(nearest, [(0, 0, next_0), (2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+    T.sync_threads()
+
+
+@T.macro
 def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
     """Aqk to where it belongs, and zeros above the inverse's diagonal, by 64 threads."""
     HALF = Aqk.shape[3]
@@ -241,86 +354,3 @@ def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
             if thread % 8 // 2 > n // 2:
                 for e in T.vectorized(8):
                     inverse[i, j + e] = T.cast(0.0, inverse.dtype)
-
-
-def read_row(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) -> Any:
-    """Channel c of the chunk's row i in fp32, 0 past its end and in padded channels."""
-    return T.cast(T.if_then_else((i < count) & (c < K), x[start + i, head, c], 0), "float32")
-
-
-@T.macro
-def take_exactly(gate, tensors, at, factors, both, scalars):
-    """A chunk's factors and pairs for decays of any size, in place of what overflowed: no exponent above 0, no anchor.
-
-    Every pair of rows has its own exponentials: slow, for the rare chunk that decays below 2^-110 within eight tokens.
-
-    Args:
-        gate: the problem's.
-        tensors: q, k, g, dt_bias; k_neg, qg, kg and decay, which are written.
-        at: chunk, value head, head, first token and number of tokens.
-        factors: of rows of q and k, sub-chunk by sub-chunk, and beta, in shared memory.
-        both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
-        scalars: unit and slope of the gate.
-    """
-    q, k, g, dt_bias, k_neg, qg, kg, decay = tensors
-    i_t, i_hv, i_h, start, count = at
-    factor, b_factor = factors
-    unit, slope = scalars
-    K, (_, _, BT, KP) = gate.p.K, kg.shape
-    io = kg.dtype
-    total = T.alloc_shared((BT, PART), "float32")
-    run = T.alloc_fragment((PART,), "float32")
-    weight = T.alloc_fragment((BT, PART), "float32")
-    product = T.alloc_fragment((BT, PART), "float32")
-    dot = T.alloc_fragment((BT,), "float32")
-    for part in T.serial(KP // PART):
-        T.clear(run)
-        for i in T.serial(BT):
-            for j in T.Parallel(PART):
-                c = part * PART + j
-                raw, bias = read_row(g, start, count, i, i_hv, c, K), gate.bias(dt_bias, i_hv, c)
-                step = gate.log2_decay(raw, unit, slope, bias)
-                clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
-                run[j] = run[j] + T.if_then_else((i < count) & (c < K), clamped, 0.0)
-                total[i, j] = run[j]
-        T.sync_threads()
-        for j in T.Parallel(PART):
-            decay[i_t, i_hv, part * PART + j] = T.exp2(total[BT - 1, j])
-        for i, j in T.Parallel(BT, PART):
-            c = part * PART + j
-            qg[i_t, i_hv, i, c] = T.cast(
-                read_row(q, start, count, i, i_h, c, K) * factor[row_of_q(i)] * T.exp2(total[i, j]), io
-            )
-        for i, j in T.Parallel(BT, PART):
-            c = part * PART + j
-            row = read_row(k, start, count, i, i_h, c, K) * factor[row_of_q(i) + BC]
-            kg[i_t, i_hv, i, c] = T.cast(row * T.exp2(total[BT - 1, j] - total[i, j]), io)
-            k_neg[i_t, i_hv, i, c] = T.cast(-row * T.exp2(total[i, j]), io)
-        for n in T.serial(BT):
-            for i, j in T.Parallel(BT, PART):
-                key = read_row(k, start, count, n, i_h, part * PART + j, K) * factor[row_of_q(n) + BC]
-                weight[i, j] = key * T.exp2(T.min(total[i, j] - total[n, j], 0.0))
-            for x, below in ((q, 0), (k, BC)):
-                for i, j in T.Parallel(BT, PART):
-                    product[i, j] = read_row(x, start, count, i, i_h, part * PART + j, K) * weight[i, j]
-                T.reduce_sum(product, dot, dim=1)
-                T.sync_threads()
-                for i in T.Parallel(BT):
-                    beta = T.if_then_else(i // BC == n // BC, b_factor[i], 1.0)
-                    keep = beta if below else T.if_then_else(i >= n, 1.0, 0.0)
-                    before = T.if_then_else(part > 0, both[row_of_q(i) + below, n], 0.0)
-                    both[row_of_q(i) + below, n] = before + dot[i] * factor[row_of_q(i) + below] * keep
-                T.sync_threads()
-
-
-@T.macro
-def take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
-    """The pair of a token that is alone in its chunk, from q and k as they came."""
-    K = q.shape[2]
-    product = T.alloc_fragment((1, KP), "float32")
-    dot = T.alloc_fragment((1,), "float32")
-    for i, c in T.Parallel(1, KP):
-        product[i, c] = read_row(q, start, 1, i, i_h, c, K) * read_row(k, start, 1, i, i_h, c, K)
-    T.reduce_sum(product, dot, dim=1)
-    for i in T.Parallel(1):
-        Aqk[i_t, i_hv, i, 0] = T.cast(dot[i] * factor[0] * factor[BC], Aqk.dtype)

@@ -1,7 +1,8 @@
-"""Scans on Hopper: what the stages share that walk chunks back, or both ways, with a transposed state in registers.
+"""Scans in both directions on Hopper: the body of bwd_scan and bwd_resume. See bwd_scan for the formulas.
 
 The two directions are two halves of one grid; what they pass through goes to memory a chunk at a time, by way of shared
-memory. See bwd_scan for the formulas.
+memory. Roles, rings and tiles are those of _walk, which has the walk back; the walk forwards holds S^T and V'^T, reads
+V through the same ring, and finds the identity in the first slot of Aqk, which it does not load.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +17,37 @@ from kda_tl.templates._chunks import join_chunks, split_chunks, unpack_lower
 from kda_tl.templates._recurrence import (
     OUTPUT_PAD,
     PRODUCER,
+    Factors,
     RecurrenceConfig,
     ask_values,
     find_chunks,
     finish_values,
     layout_lower,
-    load_lower,
-    load_values,
     put_constants,
-    put_output,
 )
-from kda_tl.templates._tile import TL_DTYPE
+from kda_tl.templates._ring import Ring
+from kda_tl.templates._tile import TL_DTYPE, at_state
+from kda_tl.templates._walk import (
+    BY_ROWS,
+    Kept,
+    Tiles,
+    Walk,
+    decay_state,
+    load_backwards,
+    load_chunk,
+    put_tiles,
+    walk_back_reference,
+    walk_backwards,
+)
 
-BARRIER = 1  # a named one, of the threads that multiply
+# What both scans leave
+SCANNED = {
+    "values": "NT HV V BT : io",
+    "states": "NT HV V KP : io",
+    "dv": "tokens HV V : io",
+    "dstates": "NT HV V KP : io",
+    "dh0": "N HV K V : f32 ? initial_state",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +59,6 @@ class ScanConfig(RecurrenceConfig):
         BT, KP = case.BT, case.problem.KP
         stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 16
         return self.num_stages * stage + (self.BV * (KP + BT) + BT * (self.BV + OUTPUT_PAD)) * 2
-
-
-def walk_back_reference(
-    d_o: torch.Tensor, dstate: torch.Tensor, first: int, count: int, factors: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """The gradient of the transposed state [HV, rows, KP] before ``count`` chunks; of it after each, and of values.
-
-    Args:
-        d_o: [NT, HV, BT, rows], in the dtype of dstate.
-        dstate: after the last chunk.
-        first: the first chunk.
-        count: of chunks.
-        factors: what prep made, by name.
-    """
-    dstates, dx = [], []
-    for t in reversed(range(first, first + count)):
-        x = {name: factor[t].to(dstate.dtype) for name, factor in factors.items()}
-        dstates.append(dstate)
-        dx.append(unpack_lower(x["A"]).mT @ (unpack_lower(x["Aqk"]).mT @ d_o[t] + x["kg"] @ dstate.mT))
-        dstate = dstate * x["decay"][:, None] + d_o[t].mT @ x["qg"] + dx[-1].mT @ x["k_neg"]
-    return dstate, dstates[::-1], dx[::-1]
 
 
 def scan_reference(
@@ -97,257 +95,131 @@ def scan_reference(
 
 
 @T.macro
-def _begin(threads):
-    """Until the last chunk's tiles have been read."""
+def load_forwards(case, v, factors, tiles, ring, w):
+    """Producer: the chunks of a segment from the first to the last."""
+    for c in T.serial(w.chunks):
+        row = w.start + c * case.BT
+        load_chunk(v, factors, tiles, ring, c, w.first + c, row, w.end, w.i_h, w.v0, False)
+
+
+@T.macro
+def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
+    """Consumer: values and states from the first chunk to the last; arguments as of :func:`walk_backwards`."""
+    p, BT, BV, held = case.problem, case.BT, config.BV, tiles.factors
+    io, f32 = TL_DTYPE[p.dtype], "float32"
+    state = T.alloc_fragment((BV, p.KP), f32)
+    state_io = T.alloc_fragment((BV, p.KP), io)
+    value = T.alloc_fragment((BV, BT), f32)
+    value_io = T.alloc_fragment((BV, BT), io)
+    load_state(state, starts, p.initial_state, w)
+    T.copy(state, state_io)
+    for c in T.serial(w.chunks):
+        slot, phase = ring.place_to_read(c)
+        ring.wait(slot, phase)
+        ask_values(tiles.x, held.k_neg, held.Aqk[0, :, :], slot, state_io, value)
+        finish_values(value, value_io)
+        T.wgmma_gemm(value_io, held.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        decay_state(state, held.decay, slot)
+        finish_values(value, value_io)
+        T.wgmma_gemm(value_io, held.kg[slot, :, :], state, policy=BY_ROWS)
+        stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
+        put_tiles((state_io, value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(state, num_regs=p.KP // 2)
+        ring.release(slot)
+        T.copy(state, state_io)
     T.tma_store_wait(0)
-    T.sync_threads(BARRIER, threads)
 
 
 @T.macro
-def _copy(tile, shared):
-    T.copy(tile, shared)
+def put_gradient(p, state, dh0, cut, w):
+    """The gradient of an initial state; where sequences are cut only their first segments have one."""
+    if p.initial_state:
+        for i, j in T.Parallel(*state.shape):
+            if (w.i_n >= 0) & (j < p.K) if cut else j < p.K:
+                dh0[at_state(p, w.i_n, w.i_h, j, w.v0 + i)] = state[i, j]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The kernel's, in memory; starts and ends are states, and gradients of states, that segments start from."""
+
+    v: Any
+    d_o: Any
+    factors: Factors
+    starts: Any
+    ends: Any
+    segments: Any
+    chunk_tokens: Any
+    values: Any
+    states: Any
+    dv: Any
+    dstates: Any
+    dh0: Any
 
 
 @T.macro
-def _publish(threads):
-    T.fence_proxy_async()
-    T.sync_threads(BARRIER, threads)
-
-
-@T.macro
-def _store(shared, x, i_t, i_h, v0, threads):
-    T.tma_copy(shared, x[i_t, i_h, v0 : v0 + shared.shape[0], :], leader_scope_threads=threads)
-
-
-def put_tiles(
-    tiles: Sequence[Any], shared: Sequence[Any], tensors: Sequence[Any], i_t: Any, i_h: Any, v0: Any, threads: int
-) -> None:
-    """Fragments ``[BV, width]`` to their rows of a chunk, by way of shared memory; does not wait for the stores.
-
-    No macro: in one, a loop over tensors gives all of them the loop variable's name (TileLang 0.1.15).
+def scan(case, config, load_state, registers, cut, i_block, NS, x):
+    """A kernel's body: a block takes one direction of a (segment, value head, BV rows), backwards in the first half.
 
     Args:
-        tiles: fragments.
-        shared: a tile in shared memory for each.
-        tensors: where they go, ``[NT, HV, V, width]``.
-        i_t: the chunk.
-        i_h: the head.
-        v0: the first row.
-        threads: that hold the fragments, from the block's first on.
-    """
-    _begin(threads)
-    for tile, to in zip(tiles, shared, strict=True):
-        _copy(tile, to)
-    _publish(threads)
-    for to, x in zip(shared, tensors, strict=True):
-        _store(to, x, i_t, i_h, v0, threads)
-
-
-@T.macro
-def load_chunk(x, factors, tiles, barriers, c, i_t, row, end, i_h, v0, backwards):
-    """What a direction needs of a chunk, what is multiplied first before the rest."""
-    A, Aqk, k_neg, qg, kg, decay = factors
-    x_shared, A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared = tiles
-    ready, free = barriers
-    stages = A_shared.shape[0]
-    slot = c % stages
-    T.barrier_wait(free[slot], (c // stages + 1) % 2)
-    load_values(x, x_shared, ready, slot, row, end, i_h, v0)
-    if backwards:
-        load_lower(Aqk, i_t, i_h, Aqk_shared, slot, ready)
-        T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
-        load_lower(A, i_t, i_h, A_shared, slot, ready)
-        T.tma_copy(qg[i_t, i_h, :, :], q_shared[slot, :, :], barrier=ready[slot])
-        T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
-    else:
-        T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
-        load_lower(A, i_t, i_h, A_shared, slot, ready)
-        T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
-    T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
-    T.barrier_arrive(ready[slot])
-
-
-def build_backwards(case: Case, config: RecurrenceConfig, load_state: Any, put_state: Any, keep: bool) -> Any:
-    """A macro: what multiplies of the walk from a segment's last chunk to its first.
-
-    Args:
-        case: what it is built for.
+        case: what the kernel is built for.
         config: of the stage.
-        load_state: macro of the fragment to fill, the tensor of states, whether that is there, and where: segment,
-            its sequence, head and first channel.
-        put_state: macro of the fragment at the end, the tensor it goes to, and where.
-        keep: whether gradients of each chunk are stored, which takes tiles in shared memory for them.
-    """
-    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
-    KP, consumers = p.KP, config.consumers
-    io, f32 = TL_DTYPE[p.dtype], "float32"
-    policy = T.GemmWarpPolicy.FullRow
-
-    @T.macro
-    def multiply_backwards(first, chunks, start, end, at, ends, tensors, tiles, kept, barriers):
-        """Gradients of states and values from the last chunk to the first."""
-        _, _, i_h, v0 = at
-        do_shared, A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared = tiles
-        ready, free = barriers
-        state = T.alloc_fragment((BV, KP), f32)
-        state_io = T.alloc_fragment((BV, KP), io)
-        value = T.alloc_fragment((BV, BT), f32)
-        value_io = T.alloc_fragment((BV, BT), io)
-        load_state(state, ends, p.final_state, at)
-        T.copy(state, state_io)
-        for c in T.serial(chunks):
-            slot = c % stages
-            i_c = chunks - 1 - c
-            T.barrier_wait(ready[slot], c // stages % 2)
-            T.wgmma_gemm(
-                do_shared[slot, :, :],
-                Aqk_shared[slot, :, :],
-                value,
-                transpose_A=True,
-                clear_accum=True,
-                policy=policy,
-            )
-            T.wgmma_gemm(state_io, k_shared[slot, :, :], value, transpose_B=True, policy=policy)
-            finish_values(value, value_io)
-            T.wgmma_gemm(value_io, A_shared[slot, :, :], value, clear_accum=True, policy=policy)
-            if keep:
-                put_tiles((state_io,), kept[:1], tensors[:1], first + i_c, i_h, v0, consumers)
-            for i, j in T.Parallel(BV, KP):
-                state[i, j] = state[i, j] * decay_shared[slot, j]
-            T.wgmma_gemm(do_shared[slot, :, :], q_shared[slot, :, :], state, transpose_A=True, policy=policy)
-            T.wait_wgmma(1)
-            T.warpgroup_fence_operand(value, num_regs=BT // 2)
-            T.copy(value, value_io)
-            T.wgmma_gemm(value_io, n_shared[slot, :, :], state, policy=policy)
-            if keep:
-                put_output(value_io, kept[1], tensors[1], start + i_c * BT, start, end, i_h, v0)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(state, num_regs=KP // 2)
-            T.barrier_arrive(free[slot])
-            T.copy(state, state_io)
-        if keep:
-            T.tma_store_wait(0)
-        put_state(state, tensors[-1], at)
-
-    return multiply_backwards
-
-
-def build_scan(case: Case, config: ScanConfig, load_state: Any, registers: tuple[int, int], cut: bool) -> Any:
-    """A macro: a thread block takes one direction of a (segment, value head, BV channels), backwards in the first half.
-
-    Args:
-        case: what it is built for.
-        config: of the stage.
-        load_state: as in :func:`build_backwards`, of states and of their gradients.
+        load_state: as of :func:`walk_backwards`, of states and of their gradients.
         registers: of a thread that multiplies, and of one that loads.
-        cut: whether segments may be parts of a sequence: then only the first has the gradient of its initial state.
+        cut: whether segments may be parts of a sequence.
+        i_block: the thread block.
+        NS: number of segments.
+        x: the tensors.
     """
-    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
-    HV, K, KP, VB = p.HV, p.K, p.KP, p.V // config.BV
-    io, f32 = TL_DTYPE[p.dtype], "float32"
-    consumers = config.consumers
-    policy = T.GemmWarpPolicy.FullRow
+    p, BT, BV, stages, consumers = case.problem, case.BT, config.BV, config.num_stages, config.consumers
+    HV, KP, VB, io = p.HV, p.KP, p.V // config.BV, TL_DTYPE[p.dtype]
+    back = i_block < NS * HV * VB  # first: it loads more
+    i_s = i_block // (HV * VB) % NS
+    i_h = i_block // VB % HV
+    v0 = i_block % VB * BV
+    first, chunks, start, end = find_chunks(x.segments, x.chunk_tokens, i_s)
+    i_n = x.segments[i_s, 2]
+    x_shared = T.alloc_shared((stages, BT, BV), io)
+    A_shared = T.alloc_shared((stages, BT, BT), io)
+    Aqk_shared = T.alloc_shared((stages, BT, BT), io)  # forwards, the first one is a unit matrix
+    n_shared = T.alloc_shared((stages, BT, KP), io)
+    q_shared = T.alloc_shared((stages, BT, KP), io)
+    k_shared = T.alloc_shared((stages, BT, KP), io)
+    decay_shared = T.alloc_shared((stages, KP), "float32")
+    state_shared = T.alloc_shared((BV, KP), io)
+    value_shared = T.alloc_shared((BV, BT), io)
+    dv_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
+    ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+    free = T.alloc_barrier(arrive_count=[consumers] * stages)
+    thread = T.get_thread_binding()
+    T.annotate_layout(layout_lower(A_shared, Aqk_shared))
+    for i, j in T.Parallel(BT, BT):
+        if T.Not(back):
+            Aqk_shared[0, i, j] = T.if_then_else(i == j, 1.0, 0.0)
+    triangles = [A_shared, Aqk_shared]
+    put_constants(triangles)
+    A_shared, Aqk_shared = triangles  # names again, see _outputs
 
-    def has_gradient(i_n, j):
-        return (i_n >= 0) & (j < K) if cut else j < K
-
-    @T.macro
-    def put_state(state, dh0, at):
-        """The gradient of an initial state."""
-        _, i_n, i_h, v0 = at
-        if p.initial_state:
-            for i, j in T.Parallel(BV, KP):
-                if has_gradient(i_n, j):
-                    if p.state_v_first:
-                        dh0[i_n, i_h, v0 + i, j] = state[i, j]
-                    else:
-                        dh0[i_n, i_h, j, v0 + i] = state[i, j]
-
-    multiply_backwards = build_backwards(case, config, load_state, put_state, keep=True)
-
-    @T.macro
-    def multiply_forwards(first, chunks, at, starts, tensors, tiles, kept, barriers):
-        """Values and states from the first chunk to the last."""
-        _, _, i_h, v0 = at
-        v_shared, A_shared, unit_shared, n_shared, _, k_shared, decay_shared = tiles
-        ready, free = barriers
-        state = T.alloc_fragment((BV, KP), f32)
-        state_io = T.alloc_fragment((BV, KP), io)
-        value = T.alloc_fragment((BV, BT), f32)
-        value_io = T.alloc_fragment((BV, BT), io)
-        load_state(state, starts, p.initial_state, at)
-        T.copy(state, state_io)
-        for c in T.serial(chunks):
-            slot = c % stages
-            T.barrier_wait(ready[slot], c // stages % 2)
-            ask_values(v_shared, n_shared, unit_shared[0, :, :], slot, state_io, value)
-            finish_values(value, value_io)
-            T.wgmma_gemm(value_io, A_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=policy)
-            for i, j in T.Parallel(BV, KP):
-                state[i, j] = state[i, j] * decay_shared[slot, j]
-            finish_values(value, value_io)
-            T.wgmma_gemm(value_io, k_shared[slot, :, :], state, policy=policy)
-            put_tiles((state_io, value_io), kept, tensors, first + c, i_h, v0, consumers)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(state, num_regs=KP // 2)
-            T.barrier_arrive(free[slot])
-            T.copy(state, state_io)
-        T.tma_store_wait(0)
-
-    @T.macro
-    def scan(i_block, NS, inputs, starts, ends, factors, segments, chunk_tokens, outputs):
-        v, d_o = inputs
-        values, states, dv, dstates, dh0 = outputs
-        back = i_block < NS * HV * VB  # first: it loads more
-        i_s = i_block // (HV * VB) % NS
-        i_h = i_block // VB % HV
-        v0 = i_block % VB * BV
-        first, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
-        i_n = segments[i_s, 2]
-        x_shared = T.alloc_shared((stages, BT, BV), io)  # V or dO
-        A_shared = T.alloc_shared((stages, BT, BT), io)
-        Aqk_shared = T.alloc_shared((stages, BT, BT), io)  # forwards, the first one is a unit matrix
-        n_shared = T.alloc_shared((stages, BT, KP), io)
-        q_shared = T.alloc_shared((stages, BT, KP), io)
-        k_shared = T.alloc_shared((stages, BT, KP), io)
-        decay_shared = T.alloc_shared((stages, KP), f32)
-        state_shared = T.alloc_shared((BV, KP), io)
-        value_shared = T.alloc_shared((BV, BT), io)
-        dv_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
-        ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-        free = T.alloc_barrier(arrive_count=[consumers] * stages)
-        thread = T.get_thread_binding()
-        T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-        for i, j in T.Parallel(BT, BT):
-            if T.Not(back):
-                Aqk_shared[0, i, j] = T.if_then_else(i == j, 1.0, 0.0)
-        put_constants([A_shared, Aqk_shared])
-
-        at = (i_s, i_n, i_h, v0)
-        tiles = (x_shared, A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared)
-        barriers = (ready, free)
-        if thread < consumers:
-            T.set_max_nreg(registers[0], 1)
-            if back:
-                stored, kept = (dstates, dv, dh0), (state_shared, dv_shared)
-                multiply_backwards(first, chunks, start, end, at, ends, stored, tiles, kept, barriers)
-            else:
-                stored, kept = (states, values), (state_shared, value_shared)
-                multiply_forwards(first, chunks, at, starts, stored, tiles, kept, barriers)
+    w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
+    tiles = Tiles(x_shared, Factors(A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared))
+    ring = Ring(ready, free)
+    if thread < consumers:
+        T.set_max_nreg(registers[0], 1)
+        if back:
+            kept = Kept(x.dstates, x.dv, state_shared, dv_shared)
+            state = walk_backwards(case, config, load_state, x.ends, tiles, ring, w, kept)
+            put_gradient(p, state, x.dh0, cut, w)
         else:
-            T.set_max_nreg(registers[1], 0)
-            if thread < consumers + PRODUCER:
-                if back:
-                    for c in T.serial(chunks):
-                        i_c = chunks - 1 - c
-                        row = start + i_c * BT
-                        load_chunk(d_o, factors, tiles, barriers, c, first + i_c, row, end, i_h, v0, True)
-                else:
-                    for c in T.serial(chunks):
-                        row = start + c * BT
-                        load_chunk(v, factors, tiles, barriers, c, first + c, row, end, i_h, v0, False)
-
-    return scan
+            kept = Kept(x.states, x.values, state_shared, value_shared)
+            walk_forwards(case, config, load_state, x.starts, tiles, ring, w, kept)
+    else:
+        T.set_max_nreg(registers[1], 0)
+        if thread < consumers + PRODUCER:
+            if back:
+                load_backwards(case, x.d_o, x.factors, tiles, ring, w)
+            else:
+                load_forwards(case, x.v, x.factors, tiles, ring, w)
 
 
 def scan_cost(case: Case, sizes: Mapping[str, int], elements: int) -> Cost:

@@ -143,8 +143,16 @@ def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
         element = "fp32"
     if not spec.present(case.problem):
         return T.Tensor((1,), TL_DTYPE[element])
-    shape = tuple(_extent(dim, {**static_sizes(case), **dynamic}) for dim in spec.dims)
+    dims = list(spec.dims)
+    if case.problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
+        dims[2:] = "V", "K"
+    shape = tuple(_extent(dim, {**static_sizes(case), **dynamic}) for dim in dims)
     return T.Tensor(shape, TL_DTYPE[element])
+
+
+def at_state(problem: Problem, i_n: Any, i_h: Any, i_k: Any, i_v: Any) -> tuple[Any, Any, Any, Any]:
+    """Where an element of a sequence's state is, in a caller's tensor of states."""
+    return (i_n, i_h, i_v, i_k) if problem.state_v_first else (i_n, i_h, i_k, i_v)
 
 
 def _extent(dim: str, sizes: dict[str, Any]) -> Any:

@@ -21,6 +21,27 @@ anchor is multiplied with 2^(m_next - m) <= 1, and the product with the state is
 Of heads that value heads share, every value head has its part, see bwd_heads.
 
 Rows of q and k are one tile of 128, 8 by 8: a thread's rows belong to one token, a warp's leave the chain together.
+
+    phase            what all 8 (or 16) warps do
+    load, cumsums    all is asked for, gates first; they are summed, a thread a channel of a sub-chunk, meanwhile
+    put_operands     norms; rows 8 by 8, keys and exponents, relative to anchors
+    compute_pairs    dAqk, dKK = (dO, dX) V'^T; dbeta
+    sum_rows, _keys  (dO, dX) S^T and V' dS'^T, with all keys before and rows after, from anchor to anchor
+    sum_gradients    dG of rows, products with the norms' gradients; the exact path overwrites all sums
+    sum_rows_after   the reverse cumsum; take_gate: dg, parts of dA_log and ddt_bias; put_gradients: dq, dk
+
+    tensor              exponent                    dtype  where it lives
+    rows: q, k          from their own anchor       bf16   shared memory, BY_EIGHT
+    keys: k             to their own anchor         bf16   shared memory
+    above               from their own anchor       fp32   shared memory
+    links, tails        powers between anchors      fp32   shared memory
+    outer: dO, dX       none                        bf16   shared memory, BY_EIGHT
+    V', S, dS'          none                        bf16   shared memory
+    pairs: dAqk, dKK    none                        bf16   shared memory, and 16 columns each in registers
+    row_sum, key_sum    relative to anchors         fp32   registers
+    dG_row, of_key      none, relative to anchors   fp32   shared memory
+    suffix              none                        fp32   registers
+
 Gradients of G are products of the very operands that were multiplied, so what cancels in the cumsum cancels exactly.
 Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
 """
@@ -36,31 +57,32 @@ from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates._chunks import keep_seen, share_heads, split_chunks
+from kda_tl.templates._exact import take_gradients_exactly
+from kda_tl.templates._gate_gradients import sum_rows_after, take_gate
+from kda_tl.templates._gates import (
+    LEAST_STEP,
+    Chunk,
+    Gate,
+    find_step,
+    is_wild,
+    reject_chunk,
+)
 from kda_tl.templates._gradients import (
     HALF,
     PAD,
+    Known,
     Rows,
     ask_operands,
     ask_rows,
-    is_key,
-    mask_pairs,
+    compute_pairs,
     put_gradients,
     put_operands,
-    row_of,
-    sum_rows_after,
-    take_gate,
-    take_gradients_exactly,
-    token_of,
+    sum_chunk,
+    sum_gradients,
+    sum_keys,
+    sum_rows,
 )
-from kda_tl.templates._prep import (
-    LEAST_STEP,
-    Gate,
-    find_anchors,
-    find_steepest,
-    find_step,
-    is_wild,
-    sum_gates,
-)
+from kda_tl.templates._rows import BC, BY_EIGHT, NB
 from kda_tl.templates._slopes import Slopes
 from kda_tl.templates._tile import FP32_TOLERANCE, L2NORM_EPS, annotate
 from kda_tl.templates._warp import find_norms
@@ -173,14 +195,8 @@ class BwdGradientsConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, a gate a channel, 16-bit operands of fp32's range, and shared memory."""
         p = case.problem
-        if case.device.sm != 90:
-            return f"its products are instructions of sm_90, the device is {case.device.arch}"
-        if (case.BT, case.BC) != (64, 16):
-            return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
-        if p.dtype != "bf16":
-            return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
-        if p.scalar_gate or p.rank > 1:
-            return "it takes one gate a channel and one row a token"
+        if reason := reject_chunk(case):
+            return reason
         if p.K not in (64, 128) or p.V not in (64, 128):  # padded K: TileLang 0.1.15 places its tiles in more memory
             return f"K={p.K}, V={p.V} are not 64 or 128 channels, which its tiles are"
         smem = self.smem_bytes(case)
@@ -201,13 +217,10 @@ class BwdGradientsConfig(Config):
 
 def build(case: Case, config: BwdGradientsConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
-    p, BT, BC = case.problem, case.BT, case.BC
+    p, BT = case.problem, case.BT
     HV, K, V, KP = p.HV, p.K, p.V, p.KP
-    NB = BT // BC
-    downwards = tuple(reversed(range(NB)))
     f32, io = "float32", "bfloat16"
     gate, slopes = Gate(p), Slopes(p)
-    by_rows, by_columns = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     @T.prim_func
@@ -242,6 +255,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             i_h = i_hv // p.group
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
+            at = Chunk(i_t, i_hv, i_h, start, count)
             thread = T.get_thread_binding()
             written = (dq_part, dk_part) if p.grouped else (dq, dk)
 
@@ -263,8 +277,8 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             ask_rows(g, start, count, i_hv, g_shared, lambda i: i)
             T.ptx_commit_group()
             ask_operands(q, k, start, count, i_h, rows)
-            ask_rows(d_o, start, count, i_hv, outer, row_of)
-            ask_rows(dv, start, count, i_hv, outer, lambda i: row_of(i) + HALF)
+            ask_rows(d_o, start, count, i_hv, outer, BY_EIGHT.row_of)
+            ask_rows(dv, start, count, i_hv, outer, lambda i: BY_EIGHT.row_of(i) + HALF)
             T.async_copy(values[i_t, i_hv, :, :], value_shared)
             T.async_copy(states[i_t, i_hv, :, :], state_shared)
             T.async_copy(dstates[i_t, i_hv, :, :], dstate_shared)
@@ -274,35 +288,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                 for s, j in T.Parallel(NB, KP):
                     raw[i, s, j] = g_shared[s * BC + i, j]
 
-            # cumsums and anchors, as in fwd_prep
-            local = T.alloc_fragment((BC, NB, KP), f32)
-            middle = T.alloc_fragment((NB, KP), f32)
-            total = T.alloc_fragment((NB, KP), f32)
-            before = T.alloc_fragment((NB, KP), f32)
-            last = T.alloc_fragment((NB, KP), f32)
-            anchor = T.alloc_fragment((NB, KP), f32)
-            sums = T.alloc_shared((NB, KP), f32)
-            following = T.alloc_fragment((NB, KP), f32)
-            above = T.alloc_shared((BT, KP + PAD), f32)  # exponents from the anchor of their own sub-chunk
-            links = T.alloc_shared((NB + 1, KP), f32)  # from the chunk's start to its end by all anchors: Gate.link
-            tails = T.alloc_shared((NB, KP), f32)  # from each anchor to the chunk's end
-            sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
-            if not p.bounded_gate:
-                wild = T.alloc_shared((NB,), f32)
-                find_steepest(middle, total, wild)
-            find_anchors(gate, middle, total, sums, before, last, anchor)
-            for s, j in T.Parallel(NB, KP):
-                links[s, j] = anchor[s, j]
-                if s == NB - 1:
-                    links[NB, j] = last[s, j]
-            for s, j in T.Parallel(NB, KP):
-                following[s, j] = links[s + 1, j]
-            for s, j in T.Parallel(NB, KP):
-                links[s + 1, j] = gate.link(following[s, j] - anchor[s, j])
-                if s == 0:
-                    links[0, j] = T.exp2(anchor[s, j])
-            for s, j in T.Parallel(NB, KP):
-                tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
+            local, middle, last, above, links, tails, wild = sum_chunk(gate, raw, count, slope, unit, bias)
 
             # norms
             factor = T.alloc_shared((2 * BT,), f32)
@@ -324,87 +310,22 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             keys = T.alloc_shared((NB, BC, KP), io)
             put_operands(factor, local, middle, above, rows, keys)
 
-            # dAqk and dKK
-            pair = T.alloc_fragment((2 * BT, BT), f32)
             pairs = T.alloc_shared((2 * BT, BT), io)
             columns = [T.alloc_fragment((2 * BT, BC), io) for _ in range(NB)]
-            db = T.alloc_shared((BT,), f32)
-            T.gemm(outer, value_shared, pair, clear_accum=True, policy=by_rows)
-            mask_pairs(pair, db)
-            T.copy(pair, pairs)
-            for a, column in enumerate(columns):
-                for r, j in T.Parallel(2 * BT, BC):
-                    column[r, j] = pairs[r, a * BC + j]
-            for i in T.Parallel(BT):
-                if i < count:
-                    step = b_factor[i]
-                    dbeta[start + i, i_hv] = T.cast(
-                        db[i] / (step * step) * slopes.beta(beta[start + i, i_hv]), dbeta.dtype
-                    )
+            compute_pairs(slopes, outer, value_shared, pairs, columns, b_factor, beta, dbeta, at)
 
-            # rows: of q and of k
             row_sum = T.alloc_fragment((2 * BT, KP), f32)
-            T.gemm(outer, state_shared, row_sum, clear_accum=True, policy=by_rows)
-            for r, c in T.Parallel(2 * BT, KP):
-                row_sum[r, c] = row_sum[r, c] * T.if_then_else(is_key(r) == 0, links[0, c], -links[0, c])
-            for a, column in enumerate(columns):
-                T.gemm(column, keys[a, :, :], row_sum, policy=by_rows)
-                if a < NB - 1:
-                    for r, c in T.Parallel(2 * BT, KP):
-                        row_sum[r, c] = gate.move(
-                            row_sum[r, c], T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0)
-                        )
+            sum_rows(gate, outer, state_shared, columns, keys, links, row_sum)
 
-            # keys
             key_sum = T.alloc_fragment((BT, KP), f32)
-            grown = T.alloc_shared((BT, KP + PAD), f32)
             of_keys = T.alloc_fragment((NB, KP), f32)  # what the last row of dG gets in addition, from kg and states
             of_states = T.alloc_fragment((NB, KP), f32)
-            T.gemm(value_shared, dstate_shared, key_sum, transpose_A=True, clear_accum=True, policy=by_columns)
-            for i, c in T.Parallel(BT, KP):
-                grown[i, c] = key_sum[i, c] * T.cast(keys[i // BC, i % BC, c], f32) * tails[i // BC, c]
-            T.clear(of_states)
-            for v in T.serial(V // NB):
-                for s, j in T.Parallel(NB, KP):
-                    product = T.cast(state_shared[v * NB + s, j], f32) * T.cast(dstate_shared[v * NB + s, j], f32)
-                    of_states[s, j] = of_states[s, j] + product
-            T.clear(of_keys)
-            for i in T.unroll(BC):
-                for s, j in T.Parallel(NB, KP):
-                    of_keys[s, j] = of_keys[s, j] + grown[s * BC + i, j]
-            for b in downwards:
-                for i, c in T.Parallel(BT, KP):
-                    key_sum[i, c] = gate.move(key_sum[i, c], T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0))
-                T.gemm(
-                    pairs[b * 2 * BC : (b + 1) * 2 * BC, :],
-                    rows[b, :, :],
-                    key_sum,
-                    transpose_A=True,
-                    policy=by_columns,
-                )
+            known = Known(value_shared, state_shared, dstate_shared)
+            grown = sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_states)
 
-            # dG of rows, and the rows' own products with the gradients of q and k, which norms need
             of_key = T.alloc_shared((BT, KP + PAD), f32)
             dG_row = T.alloc_shared((BT, KP + PAD), f32)
-            along = T.alloc_fragment((2 * BT, KP), f32)
-            dot = T.alloc_fragment((2 * BT,), f32)
-            by_token = T.alloc_fragment((BT // HALF, 2, HALF, KP), f32)
-            dG_of = T.alloc_fragment((BT // HALF, HALF, KP), f32)
-            for r, c in T.Parallel(2 * BT, KP):
-                along[r, c] = T.cast(rows[r // (2 * BC), r % (2 * BC), c], f32) * row_sum[r, c]
-            for n, part, h, c in T.Parallel(BT // HALF, 2, HALF, KP):
-                by_token[n, part, h, c] = along[n * BC + part * HALF + h, c]
-            T.reduce_sum(by_token, dG_of, dim=1)
-            for n, h, c in T.Parallel(BT // HALF, HALF, KP):
-                dG_row[n * HALF + h, c] = dG_of[n, h, c]
-            for i, c in T.Parallel(BT, KP):
-                of_key[i, c] = key_sum[i, c]
-            if p.l2norm:
-                T.sync_threads()
-                for r, c in T.Parallel(2 * BT, KP):
-                    of_own_key = T.cast(keys[r // (2 * BC), token_of(r) % BC, c], f32) * of_key[token_of(r), c]
-                    along[r, c] = along[r, c] + T.if_then_else(is_key(r) == 1, of_own_key, 0.0)
-                T.reduce_sum(along, dot, dim=1)
+            dot = sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row)
             if not p.bounded_gate:
                 if is_wild(wild):
                     take_gradients_exactly(
@@ -421,7 +342,6 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             totals = T.alloc_shared((NB, KP), f32)
             sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix)
             if p.gate != "log":
-                at = (i_t, i_hv, start, count)
                 take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
             elif p.has_dt_bias:
                 for j in T.Parallel(KP):

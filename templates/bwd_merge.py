@@ -3,8 +3,7 @@
     dS^T <- dS^T transition^T + dlocal
 
 from the gradient of the final state, or zero. What the last segment makes of that is its dlocal alone, see bwd_segment;
-the segments before it add what they make of zero. Rows of dS^T never meet, so a thread block owns some of a head's.
-Operands are split in two of 16 bits, as in fwd_merge.
+the segments before it add what they make of zero. See _merge for the operands.
 Source: derived in bwd_segment.
 """
 
@@ -15,7 +14,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.stage import Case, Cost, Stage, prefer
+from kda_tl.templates._merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
 from kda_tl.templates._recurrence import read_state
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 
@@ -49,42 +49,21 @@ def reference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdMergeConfig(Config):
+class BwdMergeConfig(MergeConfig):
     """BV: rows a thread block owns; threads a block."""
-
-    BV: int = axis(16, 16, 32)
-    threads: int = axis(256, 128, 256)
-
-    def reject(self, case: Case) -> str | None:
-        """The device of the stages around it, and shared memory."""
-        if case.device.sm != 90:
-            return f"it merges what instructions of sm_90 made, the device is {case.device.arch}"
-        K, KP, VP = case.problem.K, case.problem.KP, case.problem.VP
-        if KP not in (64, 128):
-            return f"K={K} is not 64 or 128 channels, which its tiles are"
-        if VP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {VP}"
-        smem = 4 * KP * (3 * KP + self.BV)
-        if smem > case.device.smem_bytes:
-            return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
-        return None
 
 
 def build(case: Case, config: BwdMergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments in reverse."""
-    p, BV, io, f32 = case.problem, config.BV, "bfloat16", "float32"
-    HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // BV
+    p, BV, f32 = case.problem, config.BV, "float32"
+    HV, KP, VB = p.HV, p.KP, p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.prim_func
     def bwd_merge(
         dlocal: annotate(case, INPUTS["dlocal"], NS=NS),
         transition: annotate(case, INPUTS["transition"], NC=NC),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
         seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
         ends: annotate(case, OUTPUTS["ends"], NS=NS),
     ):
@@ -96,19 +75,17 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
             count = seq_segments[i_n, 1]
             last = seq_segments[i_n, 2]
             loaded = T.alloc_shared((2, KP, KP), f32)
-            dstate_high = T.alloc_shared((BV, KP), io)
-            dstate_low = T.alloc_shared((BV, KP), io)
-            transition_high = T.alloc_shared((KP, KP), io)
-            transition_low = T.alloc_shared((KP, KP), io)
+            dstate_high = T.alloc_shared((BV, KP), SPLIT)
+            dstate_low = T.alloc_shared((BV, KP), SPLIT)
+            transition_high = T.alloc_shared((KP, KP), SPLIT)
+            transition_low = T.alloc_shared((KP, KP), SPLIT)
             dstate = T.alloc_fragment((BV, KP), f32)
             own = T.alloc_fragment((BV, KP), f32)
+            dstates = Halves(dstate_high, dstate_low)
+            transitions = Halves(transition_high, transition_low)
             if count > 1:
                 T.async_copy(transition[first + count - 1, i_h, :, :], loaded[0, :, :])
-            if p.final_state:
-                for i, j in T.Parallel(BV, KP):
-                    dstate[i, j] = T.if_then_else((v0 + i < V) & (j < K), state_at(dht, i_n, i_h, j, v0 + i), 0.0)
-            else:
-                T.clear(dstate)
+            load_given(p, dht, p.final_state, i_n, i_h, v0, dstate)
             T.copy(dstate, ends[last, i_h, v0 : v0 + BV, :])
             if count > 0:
                 for i, j in T.Parallel(BV, KP):
@@ -122,19 +99,7 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
                     for i, j in T.Parallel(BV, KP):
                         own[i, j] = dlocal[i_s, i_h, v0 + i, j]
                     T.copy(dstate, ends[i_s, i_h, v0 : v0 + BV, :])
-                    for i, j in T.Parallel(BV, KP):
-                        dstate_high[i, j] = T.cast(dstate[i, j], io)
-                    for i, j in T.Parallel(BV, KP):
-                        dstate_low[i, j] = T.cast(dstate[i, j] - T.cast(T.cast(dstate[i, j], io), f32), io)
-                    for i, j in T.Parallel(KP, KP):
-                        transition_high[i, j] = T.cast(loaded[n % 2, i, j], io)
-                    for i, j in T.Parallel(KP, KP):
-                        x = loaded[n % 2, i, j]
-                        transition_low[i, j] = T.cast(x - T.cast(T.cast(x, io), f32), io)
-                    T.copy(own, dstate)
-                    T.gemm(dstate_high, transition_high, dstate, transpose_B=True)
-                    T.gemm(dstate_low, transition_high, dstate, transpose_B=True)
-                    T.gemm(dstate_high, transition_low, dstate, transpose_B=True)
+                    merge_segment(dstate, own, loaded, n % 2, dstates, transitions, transpose_B=True)
                 T.copy(dstate, ends[first, i_h, v0 : v0 + BV, :])
 
     return bwd_merge

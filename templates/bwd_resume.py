@@ -17,31 +17,19 @@ import tilelang.language as T
 import torch
 
 from kda_tl.stage import Case, Cost, Stage, prefer
-from kda_tl.templates._recurrence import WARPGROUP
-from kda_tl.templates._scan import ScanConfig, build_scan, scan_cost, scan_reference
+from kda_tl.templates._recurrence import FACTORS, TABLES, WARPGROUP, Factors
+from kda_tl.templates._scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 
 INPUTS = {
     "v": "tokens HV V : io",
     "do": "tokens HV V : io",
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
+    **FACTORS,
     "starts": "NS HV VP KP : f32",
     "ends": "NS HV VP KP : f32",
-    "segments": "NS 4 : i32",
-    "chunk_tokens": "NT 2 : i32",
+    **TABLES,
 }
-OUTPUTS = {
-    "values": "NT HV V BT : io",
-    "states": "NT HV V KP : io",
-    "dv": "tokens HV V : io",
-    "dstates": "NT HV V KP : io",
-    "dh0": "N HV K V : f32 ? initial_state",
-}
+OUTPUTS = SCANNED
 
 
 def reference(
@@ -80,15 +68,11 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
     p = case.problem
     HV, VB = p.HV, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 
     @T.macro
-    def load_state(state, known, there, at):
-        i_s, _, i_h, v0 = at
+    def load_state(state, known, there, w):
         for i, j in T.Parallel(*state.shape):
-            state[i, j] = known[i_s, i_h, v0 + i, j]
-
-    scan = build_scan(case, config, load_state, REGISTERS, cut=True)
+            state[i, j] = known[w.i_s, w.i_h, w.v0 + i, j]
 
     @T.prim_func
     def bwd_resume(
@@ -108,11 +92,12 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
         states: annotate(case, OUTPUTS["states"], NT=NT),
         dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
         dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
-        dh0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        dh0: annotate(case, OUTPUTS["dh0"], N=N),
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            factors, outputs = (A, Aqk, k_neg, qg, kg, decay), (values, states, dv, dstates, dh0)
-            scan(i_block, NS, (v, d_o), starts, ends, factors, segments, chunk_tokens, outputs)
+            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
+            read, written = (v, d_o, factors, starts, ends, segments, chunk_tokens), (values, states, dv, dstates, dh0)
+            scan(case, config, load_state, REGISTERS, True, i_block, NS, Tensors(*read, *written))
 
     return bwd_resume
 

@@ -18,31 +18,19 @@ import tilelang.language as T
 import torch
 
 from kda_tl.stage import Case, Cost, Stage, prefer
-from kda_tl.templates._recurrence import ROWS, WARPGROUP, read_state
-from kda_tl.templates._scan import ScanConfig, build_scan, scan_cost, scan_reference
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._recurrence import FACTORS, ROWS, TABLES, WARPGROUP, Factors, read_state
+from kda_tl.templates._scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
+from kda_tl.templates._tile import FP32_TOLERANCE, annotate, at_state
 
 INPUTS = {
     "v": "tokens HV V : io",
     "do": "tokens HV V : io",
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
+    **FACTORS,
     "h0": "N HV K V : f32 ? initial_state",
     "dht": "N HV K V : f32 ? final_state",
-    "segments": "NS 4 : i32",
-    "chunk_tokens": "NT 2 : i32",
+    **TABLES,
 }
-OUTPUTS = {
-    "values": "NT HV V BT : io",
-    "states": "NT HV V KP : io",
-    "dv": "tokens HV V : io",
-    "dstates": "NT HV V KP : io",
-    "dh0": "N HV K V : f32 ? initial_state",
-}
+OUTPUTS = SCANNED
 
 
 def reference(
@@ -79,23 +67,16 @@ REGISTERS = (232, 40)
 def build(case: Case, config: BwdScanConfig) -> Any:
     """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
     p = case.problem
-    HV, K, VB = p.HV, p.K, p.V // config.BV
+    HV, VB = p.HV, p.V // config.BV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
-    def load_state(state, given, there, at):
-        _, i_n, i_h, v0 = at
+    def load_state(state, given, there, w):
         if there:
             for i, j in T.Parallel(*state.shape):
-                state[i, j] = T.if_then_else(j < K, state_at(given, i_n, i_h, j, v0 + i), 0.0)
+                state[i, j] = T.if_then_else(j < p.K, given[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0)
         else:
             T.clear(state)
-
-    scan = build_scan(case, config, load_state, REGISTERS, cut=False)
 
     @T.prim_func
     def bwd_scan(
@@ -107,19 +88,20 @@ def build(case: Case, config: BwdScanConfig) -> Any:
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        h0: annotate(case, INPUTS["h0"], N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
         segments: annotate(case, INPUTS["segments"], NS=NS),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         values: annotate(case, OUTPUTS["values"], NT=NT),
         states: annotate(case, OUTPUTS["states"], NT=NT),
         dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
         dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
-        dh0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        dh0: annotate(case, OUTPUTS["dh0"], N=N),
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            factors, outputs = (A, Aqk, k_neg, qg, kg, decay), (values, states, dv, dstates, dh0)
-            scan(i_block, NS, (v, d_o), h0, dht, factors, segments, chunk_tokens, outputs)
+            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
+            read, written = (v, d_o, factors, h0, dht, segments, chunk_tokens), (values, states, dv, dstates, dh0)
+            scan(case, config, load_state, REGISTERS, False, i_block, NS, Tensors(*read, *written))
 
     return bwd_scan
 

@@ -19,29 +19,22 @@ import torch
 from kda_tl.stage import Case, Cost, Stage, prefer
 from kda_tl.templates._chunks import split_chunks
 from kda_tl.templates._recurrence import (
+    FACTORS,
     PRODUCER,
+    TABLES,
     WARPGROUP,
+    Factors,
     RecurrenceConfig,
     find_chunks,
     layout_lower,
     put_constants,
     read_state,
 )
-from kda_tl.templates._scan import build_backwards, load_chunk, walk_back_reference
-from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate
+from kda_tl.templates._ring import Ring
+from kda_tl.templates._tile import FP32_TOLERANCE, TL_DTYPE, annotate, at_state
+from kda_tl.templates._walk import Tiles, Walk, load_backwards, walk_back_reference, walk_backwards
 
-INPUTS = {
-    "do": "tokens HV V : io",
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
-    "dht": "N HV K V : f32 ? final_state",
-    "segments": "NS 4 : i32",
-    "chunk_tokens": "NT 2 : i32",
-}
+INPUTS = {"do": "tokens HV V : io", **FACTORS, "dht": "N HV K V : f32 ? final_state", **TABLES}
 OUTPUTS = {"dlocal": "NS HV VP KP : f32"}
 
 
@@ -88,31 +81,20 @@ REGISTERS, LOADER_REGISTERS = 216, 72
 def build(case: Case, config: BwdSegmentConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BV channels), chunks in reverse."""
     p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
-    HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // config.BV
+    HV, KP, VB = p.HV, p.KP, p.VP // config.BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
     consumers = config.consumers
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
-    def load_state(state, dht, there, at):
-        _, i_n, i_h, v0 = at
+    def load_state(state, dht, there, w):
         T.clear(state)
         if there:
-            if i_n >= 0:
+            if w.i_n >= 0:
                 for i, j in T.Parallel(BV, KP):
-                    state[i, j] = T.if_then_else((v0 + i < V) & (j < K), state_at(dht, i_n, i_h, j, v0 + i), 0.0)
-
-    @T.macro
-    def put_state(state, dlocal, at):
-        i_s, _, i_h, v0 = at
-        for i, j in T.Parallel(BV, KP):
-            dlocal[i_s, i_h, v0 + i, j] = state[i, j]
-
-    multiply = build_backwards(case, config, load_state, put_state, keep=False)
+                    state[i, j] = T.if_then_else(
+                        (w.v0 + i < p.V) & (j < p.K), dht[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0
+                    )
 
     @T.prim_func
     def bwd_segment(
@@ -123,7 +105,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
         qg: annotate(case, INPUTS["qg"], NT=NT),
         kg: annotate(case, INPUTS["kg"], NT=NT),
         decay: annotate(case, INPUTS["decay"], NT=NT),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
         segments: annotate(case, INPUTS["segments"], NS=NS),
         chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
         dlocal: annotate(case, OUTPUTS["dlocal"], NS=NS),
@@ -136,7 +118,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             begins = segments[i_s, 2] >= 0
             chunks = T.if_then_else(begins, 0, count)
             i_n = T.if_then_else(begins, -1, segments[i_s, 3])
-            do_shared = T.alloc_shared((stages, BT, BV), io)
+            x_shared = T.alloc_shared((stages, BT, BV), io)
             A_shared = T.alloc_shared((stages, BT, BT), io)
             Aqk_shared = T.alloc_shared((stages, BT, BT), io)
             n_shared = T.alloc_shared((stages, BT, KP), io)
@@ -147,21 +129,22 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-            put_constants([A_shared, Aqk_shared])
+            triangles = [A_shared, Aqk_shared]
+            put_constants(triangles)
+            A_shared, Aqk_shared = triangles  # names again, see _outputs
 
-            at = (i_s, i_n, i_h, v0)
-            tiles = (do_shared, A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared)
-            factors, barriers = (A, Aqk, k_neg, qg, kg, decay), (ready, free)
+            w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
+            tiles = Tiles(x_shared, Factors(A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared))
+            ring = Ring(ready, free)
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
-                multiply(first, chunks, start, end, at, dht, (dlocal,), tiles, (), barriers)
+                state = walk_backwards(case, config, load_state, dht, tiles, ring, w, None)
+                for i, j in T.Parallel(BV, KP):
+                    dlocal[i_s, i_h, v0 + i, j] = state[i, j]
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:
-                    for c in T.serial(chunks):
-                        i_c = chunks - 1 - c
-                        row = start + i_c * BT
-                        load_chunk(d_o, factors, tiles, barriers, c, first + i_c, row, end, i_h, v0, True)
+                    load_backwards(case, d_o, Factors(A, Aqk, k_neg, qg, kg, decay), tiles, ring, w)
 
     return bwd_segment
 

@@ -2,10 +2,7 @@
 
     S^T <- S^T transition + local
 
-from the sequence's initial state, or zero, over the segments that do not end it. Rows of S^T never meet, so a thread
-block owns some of a head's. A state may have decayed little in a whole sequence, and what is rounded here stays in it:
-both operands are split in two of 16 bits, x = x' + r, and x' y' + r y' + x' s leaves out 2^-17. (In tf32, split as
-well, a step took 6.7 us instead of 2.8: B1 T32768 H8, 8 segments, H200.)
+from the sequence's initial state, or zero, over the segments that do not end it. See _merge for the operands.
 Source: derived in fwd_segment.
 """
 
@@ -16,7 +13,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.stage import Case, Cost, Stage, prefer
+from kda_tl.templates._merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
 from kda_tl.templates._recurrence import read_state
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
 
@@ -50,42 +48,21 @@ def reference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdMergeConfig(Config):
+class FwdMergeConfig(MergeConfig):
     """BV: rows a thread block owns; threads a block."""
-
-    BV: int = axis(16, 16, 32)
-    threads: int = axis(256, 128, 256)
-
-    def reject(self, case: Case) -> str | None:
-        """The device of the stages around it, and shared memory."""
-        if case.device.sm != 90:
-            return f"it merges what instructions of sm_90 made, the device is {case.device.arch}"
-        K, KP, VP = case.problem.K, case.problem.KP, case.problem.VP
-        if KP not in (64, 128):
-            return f"K={K} is not 64 or 128 channels, which its tiles are"
-        if VP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {VP}"
-        smem = 4 * KP * (3 * KP + self.BV)
-        if smem > case.device.smem_bytes:
-            return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
-        return None
 
 
 def build(case: Case, config: FwdMergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments in order."""
-    p, BV, io, f32 = case.problem, config.BV, "bfloat16", "float32"
-    HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // BV
+    p, BV, f32 = case.problem, config.BV, "float32"
+    HV, KP, VB = p.HV, p.KP, p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.prim_func
     def fwd_merge(
         local: annotate(case, INPUTS["local"], NC=NC),
         transition: annotate(case, INPUTS["transition"], NC=NC),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
+        h0: annotate(case, INPUTS["h0"], N=N),
         seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
         starts: annotate(case, OUTPUTS["starts"], NS=NS),
     ):
@@ -97,19 +74,17 @@ def build(case: Case, config: FwdMergeConfig) -> Any:
             count = seq_segments[i_n, 1]
             last = seq_segments[i_n, 2]
             loaded = T.alloc_shared((2, KP, KP), f32)
-            state_high = T.alloc_shared((BV, KP), io)
-            state_low = T.alloc_shared((BV, KP), io)
-            transition_high = T.alloc_shared((KP, KP), io)
-            transition_low = T.alloc_shared((KP, KP), io)
+            state_high = T.alloc_shared((BV, KP), SPLIT)
+            state_low = T.alloc_shared((BV, KP), SPLIT)
+            transition_high = T.alloc_shared((KP, KP), SPLIT)
+            transition_low = T.alloc_shared((KP, KP), SPLIT)
             state = T.alloc_fragment((BV, KP), f32)
             own = T.alloc_fragment((BV, KP), f32)
+            states = Halves(state_high, state_low)
+            transitions = Halves(transition_high, transition_low)
             if count > 0:
                 T.async_copy(transition[first, i_h, :, :], loaded[0, :, :])
-            if p.initial_state:
-                for i, j in T.Parallel(BV, KP):
-                    state[i, j] = T.if_then_else((v0 + i < V) & (j < K), state_at(h0, i_n, i_h, j, v0 + i), 0.0)
-            else:
-                T.clear(state)
+            load_given(p, h0, p.initial_state, i_n, i_h, v0, state)
             for n in T.serial(count):
                 T.ptx_wait_group(0)
                 T.sync_threads()
@@ -118,19 +93,7 @@ def build(case: Case, config: FwdMergeConfig) -> Any:
                 for i, j in T.Parallel(BV, KP):
                     own[i, j] = local[first + n, i_h, v0 + i, j]
                 T.copy(state, starts[first + n, i_h, v0 : v0 + BV, :])
-                for i, j in T.Parallel(BV, KP):
-                    state_high[i, j] = T.cast(state[i, j], io)
-                for i, j in T.Parallel(BV, KP):
-                    state_low[i, j] = T.cast(state[i, j] - T.cast(T.cast(state[i, j], io), f32), io)
-                for i, j in T.Parallel(KP, KP):
-                    transition_high[i, j] = T.cast(loaded[n % 2, i, j], io)
-                for i, j in T.Parallel(KP, KP):
-                    x = loaded[n % 2, i, j]
-                    transition_low[i, j] = T.cast(x - T.cast(T.cast(x, io), f32), io)
-                T.copy(own, state)
-                T.gemm(state_high, transition_high, state)
-                T.gemm(state_low, transition_high, state)
-                T.gemm(state_high, transition_low, state)
+                merge_segment(state, own, loaded, n % 2, states, transitions)
             T.copy(state, starts[last, i_h, v0 : v0 + BV, :])
 
     return fwd_merge

@@ -19,8 +19,30 @@ A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays 
 the thread block then takes all of its chunk's factors and pairs once more, without anchors.
 
 The inverse: forward substitution gives the blocks of 16 rows on the diagonal, products of single warps what lies below
-them (see _warp). Chunks run from the last to the first, since the recurrence begins with the first: 549 -> 543 us for a
-whole call (B1 T8192 H64, H200).
+them (see _warp). Chunks run from the last to the first, since the recurrence begins with the first.
+
+    phase              warps of 4, of 256 channels 8                     barrier before it
+    load_gates, _rows  all ask for all: gates to registers, q, k async
+    sum_chunk          a warp has channels of one sub-chunk              one inside: sub-chunks meet
+    find_links         the same
+    normalise          four: a sub-chunk's rows each, by mma             q and k have come
+    put_operands       a thread its own rows, which it overwrites
+    multiply_pairs     a warpgroup 64 rows, by wgmma; of two a half each operands written
+    take_exactly       all; only where a gate without a bound is wild
+    substitute         two: a thread a column                            pairs written
+    put_queries        two more: Aqk to memory                           the same
+    invert             four, by mma                                      blocks written
+    the end            all: A to memory                                  inverse written
+
+    tensor                   exponent                       dtype        where it lives
+    raw, bias                -                              as they came registers
+    local, middle, total     from the sub-chunk's start     fp32         registers
+    anchors                  from the chunk's start         fp32         shared memory and registers
+    rows: q, k 2^(G - m)     from their own anchor          bf16         shared memory, over what came, LATER_FIRST
+    keys[n]: k 2^(m' - G)    to the n-th following anchor   bf16         shared memory
+    both: Aqk above L        none                           fp32         shared memory, BY_SUB_CHUNK
+    inverse                  none                           bf16         shared memory
+    k_neg, qg, kg            from the chunk's start, end    bf16         straight to memory
 Source: Kimi Linear, arXiv:2510.26692, section 3; anchors are derived above.
 """
 
@@ -35,25 +57,21 @@ from kda_tl.reference import activate_beta
 from kda_tl.stage import Case, Config, Cost, Stage, axis, prefer
 from kda_tl.templates import fwd_gate, fwd_intra
 from kda_tl.templates._chunks import pack_lower, share_heads, split_chunks
+from kda_tl.templates._exact import PART, take_exactly, take_lone
+from kda_tl.templates._gates import Chunk, Gate, is_wild, load_gates, reject_chunk
 from kda_tl.templates._prep import (
-    PART,
-    Gate,
-    find_anchors,
-    find_steepest,
-    find_step,
-    first_row,
-    is_wild,
-    load_gates,
+    WARPGROUP,
+    find_links,
     load_rows,
+    multiply_pairs,
+    normalise,
+    put_operands,
     put_queries,
-    sum_gates,
-    take_exactly,
-    take_lone,
-    take_pairs,
-    token_of,
+    sum_chunk,
 )
+from kda_tl.templates._rows import BC, NB
 from kda_tl.templates._tile import FP32_TOLERANCE, annotate
-from kda_tl.templates._warp import find_norms, invert, substitute
+from kda_tl.templates._warp import invert, substitute
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -111,10 +129,8 @@ def reference(
     }
 
 
-WARPGROUP = 128
 WIDTHS = (64, 128, 256)  # channels that kernels are written for
 RESERVED = 1024  # bytes of shared memory that CUDA takes of each block
-ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +142,8 @@ class FwdPrepConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, one gate a channel, 16-bit operands whose range is that of fp32, and shared memory."""
         p = case.problem
-        if case.device.sm != 90:
-            return f"its products are instructions of sm_90, the device is {case.device.arch}"
-        if (case.BT, case.BC) != (64, 16):
-            return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
-        if p.dtype != "bf16":
-            return f"{p.dtype} operands are refused: only bf16 holds anchored factors on the matrix unit"
-        if p.scalar_gate or p.rank > 1:
-            return "it takes one gate a channel and one row a token"
+        if reason := reject_chunk(case):
+            return reason
         if p.KP not in WIDTHS:
             return f"K={p.K} is not {' or '.join(map(str, WIDTHS))} channels, which its tiles are"
         needed, shared = self.blocks * (self.smem_bytes(case) + RESERVED), case.device.smem_bytes + RESERVED
@@ -143,38 +153,20 @@ class FwdPrepConfig(Config):
 
     def smem_bytes(self, case: Case) -> int:
         """Operands of the pairs; then the pairs, and what the inverse is made of."""
-        BT, BC, KP = case.BT, case.BC, case.problem.KP
-        blocks = BT // BC
-        operands = (2 * BT + BC * blocks * (blocks + 1) // 2) * KP * 2
+        BT, KP = case.BT, case.problem.KP
+        operands = (2 * BT + BC * NB * (NB + 1) // 2) * KP * 2
         pairs = 2 * BT * (BT + 4) * 4 + BT * 3 * BT * 2 + (0 if case.problem.bounded_gate else BT * PART * 4)
         return max(operands, pairs) + 4 * BT * 4
 
 
 def build(case: Case, config: FwdPrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
-    p, BT, BC = case.problem, case.BT, case.BC
+    p, BT = case.problem, case.BT
     HV, K, KP, group = p.HV, p.K, p.KP, p.group
-    NB, HALF, LOWER = BT // BC, BT // 2, BT + BT // 2
+    HALF, LOWER = BT // 2, BT + BT // 2
     threads = max(KP, WARPGROUP)
-    wide = threads > WARPGROUP  # the warps of a sub-chunk are two, and warpgroups share what follows
     f32, io = "float32", "bfloat16"
     gate = Gate(p)
-
-    @T.macro
-    def multiply_later(rows, keys, own_2, next_2, second, third):
-        """Products of the later half of a chunk, from registers."""
-        later = T.alloc_fragment((BT, KP), io)
-        T.copy(rows[:BT, :], later)
-        T.wgmma_gemm(later, keys[0][2 * BC : 4 * BC, :], own_2, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(later, keys[1][BC : 3 * BC, :], next_2, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(later, keys[2][:, :], second, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(later, keys[3][:, :], third, transpose_B=True, clear_accum=True)
-
-    @T.macro
-    def multiply_first(rows, keys, own_0, next_0):
-        """Products of its first half."""
-        T.wgmma_gemm(rows[BT : 2 * BT, :], keys[0][: 2 * BC, :], own_0, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(rows[BT : 2 * BT, :], keys[1][:BC, :], next_0, transpose_B=True, clear_accum=True)
 
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
@@ -204,16 +196,17 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             i_t = NT - 1 - i_block // HV
             i_hv = i_block % HV
             i_h = i_hv // group
-            thread = T.get_thread_binding()  # a warp has channels of one sub-chunk: all, or of 256 half
+            thread = T.get_thread_binding()
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
+            at = Chunk(i_t, i_hv, i_h, start, count)
 
             # everything is asked for at once: gates are summed while q and k are on their way
             bias = T.alloc_fragment((NB, KP), f32)
             slope = T.alloc_fragment((1,), f32)
             unit = T.alloc_fragment((1,), f32)
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
-            rows = T.alloc_shared((2 * BT, KP), io)  # of q above those of k, by sub-chunk, see first_row
+            rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
             b_factor = T.alloc_shared((BT,), f32)
             raw_beta = T.alloc_fragment((BT,), beta.dtype)
             slope[0] = gate.slope(A_log, i_hv)
@@ -226,185 +219,27 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             load_rows(q, start, count, i_h, rows, 0)
             load_rows(k, start, count, i_h, rows, BC)
 
-            # cumsums from the start of a sub-chunk, then anchors from the chunk's
-            local = T.alloc_fragment((BC, NB, KP), f32)
-            middle = T.alloc_fragment((NB, KP), f32)
-            total = T.alloc_fragment((NB, KP), f32)
-            sums = T.alloc_shared((NB, KP), f32)
-            anchors = T.alloc_shared((NB, KP), f32)
-            sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
-            if not p.bounded_gate:
-                wild = T.alloc_shared((NB,), f32)
-                find_steepest(middle, total, wild)
-            before = T.alloc_fragment((NB, KP), f32)
-            last = T.alloc_fragment((NB, KP), f32)
-            anchor = T.alloc_fragment((NB, KP), f32)
-            find_anchors(gate, middle, total, sums, before, last, anchor)
-            T.copy(anchor, anchors)
-            for j in T.Parallel(KP):
-                decay[i_t, i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
-            T.sync_threads()
-            ahead = T.alloc_fragment((NB, KP), io)
-            ahead_neg = T.alloc_fragment((NB, KP), io)
-            behind = T.alloc_fragment((NB, KP), f32)
-            out = T.alloc_fragment((NB, KP), io)
-            nexts = [T.alloc_fragment((NB, KP), io) for _ in range(1, NB)]
-            for s, j in T.Parallel(NB, KP):
-                ahead[s, j] = T.cast(T.exp2(anchor[s, j]), io)
-                ahead_neg[s, j] = T.cast(-T.exp2(anchor[s, j]), io)
-                behind[s, j] = T.exp2(last[s, j] - anchor[s, j])
-            if not p.bounded_gate:  # keys leave their sub-chunk by way of its end, where they are no larger than k
-                for s, j in T.Parallel(NB, KP):
-                    total[s, j] = T.round(total[s, j] - middle[s, j])
-                for s, j in T.Parallel(NB, KP):
-                    out[s, j] = T.cast(T.exp2(total[s, j]), io)
-                for s, j in T.Parallel(NB, KP):
-                    anchor[s, j] = anchor[s, j] + total[s, j]
-            for n, into in enumerate(nexts):
-                for s, j in T.Parallel(NB, KP):
-                    into[s, j] = T.cast(T.exp2(anchors[T.min(s + n + 1, NB - 1), j] - anchor[s, j]), io)
-
-            # norms
+            sums = sum_chunk(gate, raw, at, slope, unit, bias, decay)
+            links = find_links(p, sums)
             factor = T.alloc_shared((2 * BT,), f32)
-            T.ptx_wait_group(0)
-            T.sync_threads()
-            if count < BT:  # another sequence's rows may be infinite
-                for i, j in T.Parallel(2 * BT, KP):
-                    if token_of(i) >= count:
-                        rows[i, j] = 0
-                T.sync_threads()
-            for i in T.Parallel(BT):
-                b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
-            if p.l2norm:
-                if wide:
-                    if thread < WARPGROUP:
-                        find_norms(rows, first_row(thread // 32), factor, scale)
-                    T.sync_threads()
-                else:
-                    find_norms(rows, first_row(thread // 32), factor, scale)
-                    T.sync_warp()
-            else:
-                for r in T.Parallel(2 * BT):
-                    factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
-                T.sync_threads()
+            normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads)
 
-            # operands, where a thread reads and overwrites its own; a tile for each distance between sub-chunks
+            # a tile for each distance between sub-chunks
             keys = [T.alloc_shared(((NB - n) * BC, KP), io) for n in range(NB)]
-            q_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)
-            k_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)
-            row = T.alloc_fragment((NB, KP), f32)
-            key = T.alloc_fragment((NB, KP), f32)
-            query = T.alloc_fragment((NB, KP), f32)
-            shrink = T.alloc_fragment((NB, KP), f32)
-            query_io = T.alloc_fragment((NB, KP), io)
-            row_io = T.alloc_fragment((NB, KP), io)
-            key_io = T.alloc_fragment((NB, KP), io)
-            scaled = T.alloc_fragment((NB, KP), io)
-            q_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
-            k_factor = T.alloc_local((ROWS_AT_ONCE,), f32)
-            for part in T.serial(BC // ROWS_AT_ONCE):
-                for r in T.unroll(ROWS_AT_ONCE):
-                    for s, j in T.Parallel(NB, KP):
-                        q_raw[r, s, j] = rows[first_row(s) + part * ROWS_AT_ONCE + r, j]
-                    for s, j in T.Parallel(NB, KP):
-                        k_raw[r, s, j] = rows[first_row(s) + BC + part * ROWS_AT_ONCE + r, j]
-                for r in T.vectorized(ROWS_AT_ONCE):
-                    q_factor[r] = factor[thread // (threads // NB) * 2 * BC + part * ROWS_AT_ONCE + r]
-                for r in T.vectorized(ROWS_AT_ONCE):
-                    k_factor[r] = factor[thread // (threads // NB) * 2 * BC + BC + part * ROWS_AT_ONCE + r]
-                for r in T.unroll(ROWS_AT_ONCE):
-                    i = part * ROWS_AT_ONCE + r
-                    for s, j in T.Parallel(NB, KP):
-                        above = local[r, s, j] - middle[s, j]
-                        shrink[s, j] = T.exp2(above)
-                        row[s, j] = T.cast(k_raw[r, s, j], f32) * k_factor[r]
-                        query[s, j] = T.cast(q_raw[r, s, j], f32) * q_factor[r] * shrink[s, j]
-                        key[s, j] = T.exp2(-above) * row[s, j]
-                        row[s, j] = row[s, j] * shrink[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        query_io[s, j] = T.cast(query[s, j], io)
-                    for s, j in T.Parallel(NB, KP):
-                        row_io[s, j] = T.cast(row[s, j], io)
-                    for s, j in T.Parallel(NB, KP):
-                        key_io[s, j] = T.cast(key[s, j], io)
-                    for s, j in T.Parallel(NB, KP):
-                        rows[first_row(s) + i, j] = query_io[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        rows[first_row(s) + BC + i, j] = row_io[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        keys[0][s * BC + i, j] = key_io[s, j]
-                    if not p.bounded_gate:
-                        for s, j in T.Parallel(NB, KP):
-                            key_io[s, j] = key_io[s, j] * out[s, j]
-                    for n, into in enumerate(nexts):
-                        for s, j in T.Parallel(NB, KP):
-                            scaled[s, j] = key_io[s, j] * into[s, j]
-                        for s, j in T.Parallel(NB, KP):
-                            if s < NB - 1 - n:
-                                keys[n + 1][s * BC + i, j] = scaled[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        kg[i_t, i_hv, s * BC + i, j] = T.cast(key[s, j] * behind[s, j], io)
-                    for s, j in T.Parallel(NB, KP):
-                        scaled[s, j] = query_io[s, j] * ahead[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        qg[i_t, i_hv, s * BC + i, j] = scaled[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        scaled[s, j] = row_io[s, j] * ahead_neg[s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        k_neg[i_t, i_hv, s * BC + i, j] = scaled[s, j]
-                for r in T.unroll(BC - ROWS_AT_ONCE):  # a loop half as long, for the instruction cache
-                    for s, j in T.Parallel(NB, KP):
-                        shrink[s, j] = local[r + ROWS_AT_ONCE, s, j]
-                    for s, j in T.Parallel(NB, KP):
-                        local[r, s, j] = shrink[s, j]
-
-            # pairs: rows of two sub-chunks, 64 with q and k, are a tile of the matrix unit; half of a product is unused
+            put_operands(p, sums, links, rows, factor, keys, at, k_neg, qg, kg, threads)
             both = T.alloc_shared((2 * BT, BT + 4), f32)
-            own_0 = T.alloc_fragment((BT, 2 * BC), f32)
-            own_2 = T.alloc_fragment((BT, 2 * BC), f32)
-            next_0 = T.alloc_fragment((BT, BC), f32)
-            next_2 = T.alloc_fragment((BT, 2 * BC), f32)
-            second = T.alloc_fragment((BT, 2 * BC), f32)
-            third = T.alloc_fragment((BT, BC), f32)
-            T.fence_proxy_async()
-            T.sync_threads()
-            if wide:
-                if thread < WARPGROUP:
-                    multiply_later(rows, keys, own_2, next_2, second, third)
-                    T.wait_wgmma(0)
-                else:
-                    multiply_first(rows, keys, own_0, next_0)
-                    T.wait_wgmma(0)
-                T.sync_threads()
-                if thread < WARPGROUP:
-                    take_pairs([(2, own_2)], [(2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
-                else:
-                    take_pairs([(0, own_0)], [(0, 0, next_0)], b_factor, both)
-            else:
-                multiply_later(rows, keys, own_2, next_2, second, third)
-                multiply_first(rows, keys, own_0, next_0)
-                T.wait_wgmma(0)
-                T.sync_threads()
-                nearest = [(0, own_0), (2, own_2)]
-                take_pairs(nearest, [(0, 0, next_0), (2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
-            T.sync_threads()
+            multiply_pairs(rows, keys, b_factor, both, threads)
             if not p.bounded_gate:
-                if is_wild(wild):
-                    take_exactly(
-                        gate,
-                        (q, k, g, dt_bias, k_neg, qg, kg, decay),
-                        (i_t, i_hv, i_h, start, count),
-                        (factor, b_factor),
-                        both,
-                        (unit[0], slope[0]),
-                    )
+                if is_wild(sums.wild):
+                    tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
+                    take_exactly(gate, tensors, (i_t, i_hv, i_h, start, count), factors, both, (unit[0], slope[0]))
                     T.sync_threads()
             inverse = T.alloc_shared((BT, BT), io)
             block_rows = T.alloc_shared((BT, BC + 8), io)
             block_columns = T.alloc_shared((BT, BC + 8), io)
             if thread < BT:
                 substitute(both, b_factor, block_rows, block_columns, inverse, thread)
-            elif not wide or thread < WARPGROUP:
+            elif threads == WARPGROUP or thread < WARPGROUP:
                 put_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
             T.sync_threads()
             invert(both, b_factor, block_rows, block_columns, inverse, threads)
@@ -439,8 +274,8 @@ def passes(case: Case) -> dict[str, bool]:
     TileLang 0.1.15 would set six more barriers: it cannot tell that a thread's part of a tile is its own where rows are
     counted by a loop, nor what ldmatrix reads. Nor can it tell that a chunk's tokens are among all tokens: it guards
     every row twice, 200 instructions before a block has asked for its rows. Without these guards ptxas (CUDA 13.0)
-    spills 16 bytes of the kernel for bounded gates: 8 x 1024 tokens of 96 heads take 734 us instead of 720. And a guard
-    that differs between channels is no guard without them: what it chooses from is loaded in either case.
+    spills 16 bytes of the kernel for bounded gates. And a guard that differs between channels is no guard without them:
+    what it chooses from is loaded in either case.
     """
     p = case.problem
     unguarded = {} if p.bounded_gate or p.KP > p.K else {"tl.disable_safe_memory_legalize": True}

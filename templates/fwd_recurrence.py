@@ -8,7 +8,7 @@ accelerator, the others multiply. What prep computes of a chunk is all they read
 Source: Kimi Linear, arXiv:2510.26692, section 3; the transposed form is derived above.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,33 +16,37 @@ import tilelang.language as T
 import torch
 
 from kda_tl.stage import Case, Cost, Stage, prefer
-from kda_tl.templates._recurrence import (
-    WARPGROUP,
-    OutputConfig,
-    build_recurrence,
-    read_state,
-    recurrence_cost,
-    recurrence_reference,
-)
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._chunks import join_chunks, split_chunks
+from kda_tl.templates._outputs import OUTPUTS, OutputConfig, build_recurrence
+from kda_tl.templates._recurrence import FACTORS, TABLES, read_state, walk_reference
+from kda_tl.templates._tile import FP32_TOLERANCE, at_state
 
-INPUTS = {
-    "v": "tokens HV V : io",
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
-    "h0": "N HV K V : f32 ? initial_state",
-    "segments": "NS 4 : i32",
-    "chunk_tokens": "NT 2 : i32",
-}
-OUTPUTS = {
-    "o": "tokens HV V : io",
-    "ht": "N HV K V : f32 ? final_state",
-    "h": "NT HV KP VP : io ? intermediate_states",
-}
+INPUTS = {"v": "tokens HV V : io", **FACTORS, "h0": "N HV K V : f32 ? initial_state", **TABLES}
+
+
+def recurrence_reference(
+    case: Case,
+    starts: Sequence[torch.Tensor],
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+    factors: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """What segments make that start from given states [HV, V, KP]: output, final states and those before each chunk."""
+    p, rows = case.problem, segments.tolist()
+    dtype = factors["decay"].dtype
+    values = split_chunks(v.to(dtype), chunk_tokens, case.BT)
+    outputs, ht = values.clone(), {}
+    h = values.new_zeros((values.shape[0], p.HV, p.KP, p.VP))
+    for state, (first, count, _, ends) in zip(starts, rows, strict=True):
+        for t in range(first, first + count):
+            h[t, ..., : p.V] = state.mT
+            state, (outputs[t],) = walk_reference(values, state, t, 1, factors)
+        if ends >= 0:
+            ht[ends] = state[..., : p.K] if p.state_v_first else state[..., : p.K].mT
+    found = {"o": join_chunks(outputs, chunk_tokens, v.shape[0], p.V)}
+    found |= {"h": h} if p.intermediate_states else {}
+    return found | ({"ht": torch.stack([ht[n] for n in sorted(ht)])} if p.final_state else {})
 
 
 def reference(
@@ -73,47 +77,19 @@ class FwdRecurrenceConfig(OutputConfig):
 
 
 def build(case: Case, config: FwdRecurrenceConfig) -> Any:
-    """The kernel: a block a multiprocessor takes (sequence, value head, BV channels) in turn, chunks in order."""
+    """The kernel: states start from those that the caller gives, or from zero."""
     p = case.problem
-    HV, K, VB = p.HV, p.K, p.V // config.BV
-    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
-
-    def state_at(states, n, i_h, row, column):
-        return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
     @T.macro
     def load_state(state, h0, i_s, segments, i_h, v0, k0):
         if p.initial_state:
             i_n = segments[i_s, 2]
             for i, j in T.Parallel(*state.shape):
-                state[i, j] = T.if_then_else(k0 + j < K, state_at(h0, i_n, i_h, k0 + j, v0 + i), 0.0)
+                state[i, j] = T.if_then_else(k0 + j < p.K, h0[at_state(p, i_n, i_h, k0 + j, v0 + i)], 0.0)
         else:
             T.clear(state)
 
-    recur = build_recurrence(case, config, load_state)
-
-    @T.prim_func
-    def fwd_recurrence(
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        A: annotate(case, INPUTS["A"], NT=NT),
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        decay: annotate(case, INPUTS["decay"], NT=NT),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
-        segments: annotate(case, INPUTS["segments"], NS=NS),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        o: annotate(case, OUTPUTS["o"], tokens=tokens),
-        ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
-        h: annotate(case, OUTPUTS["h"], NT=NT),
-    ):
-        blocks = T.min(NS * HV * VB, case.device.num_sms)
-        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, h0, segments, chunk_tokens, o, ht, h)
-
-    return fwd_recurrence
+    return build_recurrence("fwd_recurrence", case, config, INPUTS["h0"], load_state)
 
 
 def default(case: Case) -> FwdRecurrenceConfig:
@@ -122,6 +98,16 @@ def default(case: Case) -> FwdRecurrenceConfig:
     wide = p.HV * (p.V // 64) > case.device.num_sms
     configs = [FwdRecurrenceConfig(BV=128, early=early) for early in (False, True)] if wide else []
     return prefer(case, *configs, FwdRecurrenceConfig())
+
+
+def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:
+    """v and what prep made in, o and h out, and some elements of states in fp32; six products a chunk."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
+    moved += chunks * p.KP * p.VP * io * p.intermediate_states
+    return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 4 * BT))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

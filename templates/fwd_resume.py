@@ -14,32 +14,12 @@ import tilelang.language as T
 import torch
 
 from kda_tl.stage import Case, Cost, Stage, prefer
-from kda_tl.templates._recurrence import (
-    WARPGROUP,
-    OutputConfig,
-    build_recurrence,
-    recurrence_cost,
-    recurrence_reference,
-)
-from kda_tl.templates._tile import FP32_TOLERANCE, annotate
+from kda_tl.templates._outputs import OUTPUTS, OutputConfig, build_recurrence
+from kda_tl.templates._recurrence import FACTORS, TABLES
+from kda_tl.templates._tile import FP32_TOLERANCE
+from kda_tl.templates.fwd_recurrence import recurrence_cost, recurrence_reference
 
-INPUTS = {
-    "v": "tokens HV V : io",
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
-    "starts": "NS HV VP KP : f32",
-    "segments": "NS 4 : i32",
-    "chunk_tokens": "NT 2 : i32",
-}
-OUTPUTS = {
-    "o": "tokens HV V : io",
-    "ht": "N HV K V : f32 ? final_state",
-    "h": "NT HV KP VP : io ? intermediate_states",
-}
+INPUTS = {"v": "tokens HV V : io", **FACTORS, "starts": "NS HV VP KP : f32", **TABLES}
 
 
 def reference(
@@ -70,40 +50,14 @@ class FwdResumeConfig(OutputConfig):
 
 
 def build(case: Case, config: FwdResumeConfig) -> Any:
-    """The kernel: a block a multiprocessor takes (segment, value head, BV channels) in turn, chunks in order."""
-    p = case.problem
-    HV, VB = p.HV, p.V // config.BV
-    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
+    """The kernel: every segment has a state to start from."""
 
     @T.macro
     def load_state(state, starts, i_s, segments, i_h, v0, k0):
         for i, j in T.Parallel(*state.shape):
             state[i, j] = starts[i_s, i_h, v0 + i, k0 + j]
 
-    recur = build_recurrence(case, config, load_state)
-
-    @T.prim_func
-    def fwd_resume(
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        A: annotate(case, INPUTS["A"], NT=NT),
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        decay: annotate(case, INPUTS["decay"], NT=NT),
-        starts: annotate(case, INPUTS["starts"], NS=NS),
-        segments: annotate(case, INPUTS["segments"], NS=NS),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        o: annotate(case, OUTPUTS["o"], tokens=tokens),
-        ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
-        h: annotate(case, OUTPUTS["h"], NT=NT),
-    ):
-        blocks = T.min(NS * HV * VB, case.device.num_sms)
-        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
-            recur(i_block, blocks, v, A, Aqk, k_neg, qg, kg, decay, starts, segments, chunk_tokens, o, ht, h)
-
-    return fwd_resume
+    return build_recurrence("fwd_resume", case, config, INPUTS["starts"], load_state)
 
 
 def default(case: Case) -> FwdResumeConfig:

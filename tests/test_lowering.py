@@ -35,6 +35,15 @@ def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: ra
     assert "tl::mma_sync" in generate_source(stage, case, stage.default(case))
 
 
+@pytest.mark.parametrize("has_dt_bias", [False, True])
+def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.Random) -> None:
+    """Nothing is summed for A_log then: TileLang 0.1.15 stops at a sum in registers that nothing is added to."""
+    stage, fixed = templates.load("bwd_gradients"), {"dtype": "bf16", "scalar_gate": False, "rank": 1, "K": 64, "V": 64}
+    problem = draw_problem(rng, gate="safe", has_A_log=False, has_dt_bias=has_dt_bias, direction="bwd", **fixed)
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    assert "dA_log_part" not in lower(stage, case, stage.default(case))
+
+
 def draw_widths() -> list[tuple[str, int, int]]:
     """(pass, width of K, width of V) of the plans that are lowered; all of them are many minutes."""
     if ALL:

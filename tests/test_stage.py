@@ -332,9 +332,9 @@ def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monk
         assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
     users = {"fwd_prep", "bwd_gradients"}
     assert edit("_tile.py") == set(holds), "every stage is written in this vocabulary"
-    assert edit("_prep.py") == users, "those written with it"
+    assert edit("_gates.py") == users, "those written with it"
     (folder / "_deep.py").write_text("")
-    edit("_prep.py", "from kda_tl.templates._deep import nothing")
+    edit("_gates.py", "from kda_tl.templates._deep import nothing")
     assert edit("_deep.py") == users, "through another private module"
     edit("fwd_merge.py", "def late():\n    from kda_tl.templates.bwd_qk import reference")
     assert edit("bwd_qk.py") == {"bwd_qk", "fwd_merge"}, "from another stage, inside a function"
