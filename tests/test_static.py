@@ -76,6 +76,6 @@ def test_verify_fails_the_plans_whose_kernels_do_not_compile(monkeypatch: pytest
     device = known_device("nvidia_h200")
     workloads = [Workload(name=f"K{K}", T=64, H=1, K=K) for K in (64, 128)]
     subjects = [Subject(name=w.name, workload=w, plan=default_plan(w.problem(), device)) for w in workloads]
-    monkeypatch.setattr(_compile, "_compile", lambda kernels, *_: {kernels[0][0]: "nvcc said no."})
+    monkeypatch.setattr(_compile, "_compile", lambda kernels, *_: {next(iter(kernels)): "nvcc said no."})
     found = list(_compile.check_compiles(subjects, device, 1, None, static=True))  # type: ignore[arg-type]
     assert [(f.subject, f.passed, f.detail) for f in found] == [("K64", False, "nvcc said no."), ("K128", True, "")]
