@@ -66,7 +66,7 @@ def tune(
     """Tunes workloads one after the other and stores the winners as they are found, each pass in files of its own.
 
     Args:
-        workloads: what to tune, see :func:`kda_tl.workloads.select`.
+        workloads: what to tune, see :func:`kda_tl.workloads.select`; their gates are made slow.
         device: the device here; timings are kept under its slug.
         stage: tune only this stage, for the default chunk sizes; trials are journaled, no plan is stored.
         pipeline: tune only this pipeline, against its own default plan, and store its best plan even where another one

@@ -99,7 +99,8 @@ def chunk_kda(
 
     Numerics: a NaN in k, v, g or beta, or an infinity in v, reaches not only the tokens after it but also back to the
     start of its chunk, since products over a whole chunk multiply it by zero. Other sequences, and heads that do not
-    share it, stay clean.
+    share it, stay clean. A plan that cuts sequences into segments leaves out what gates let vanish before a segment's
+    end (below 2^-64 of it is left), so a NaN that far back may not reach the segments after its own.
 
     Raises:
         InputError: an argument cannot be used; the message says what to pass instead.
