@@ -8,7 +8,7 @@ R = (M_c+1 ... M_n)^T, the transposed transition of what was walked,
 
 from R = I and local = 0. Rows of R never meet, so a thread block owns some, and those columns of local. The walk ends
 before the segment's first chunk where no row of R has an element above 2^-64: a state would lose as much on its way, so
-what comes earlier is left out. That depends on the gates: where they are steep, a chunk or two are walked, else all.
+what comes earlier is left out, a NaN too. That depends on the gates: where they are steep, few chunks are walked.
 The segments that end their sequence are not walked, for nothing starts from their end; what is not walked is zero.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the affine form is derived above.
 """
