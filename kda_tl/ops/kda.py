@@ -109,4 +109,4 @@ def chunk_kda(
 
     Source: Kimi Linear, arXiv:2510.26692; names and semantics of FLA v0.6.0 ``fla.ops.kda.chunk_kda``.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # never runs: `publish` writes the body
