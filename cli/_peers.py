@@ -15,9 +15,8 @@ from kda_tl.errors import UnsupportedError
 from kda_tl.reference import activate_beta, activate_gate, l2norm
 from kda_tl.workloads import Workload
 
-# takes the arguments of chunk_kda by name, returns o, the final state or None, and what else there is
+# takes the arguments of our operator by name, returns o, the final state or None, and what else there is
 Operator = Callable[[Mapping[str, Any]], tuple[Any, ...]]
-MODULES = {"fla": "fla.ops.kda", "cudnn": "cudnn.linear_attention"}
 # name of a version: module, package; Triton compiles FLA's kernels
 VERSIONS = {
     "fla": ("fla", "flash-linear-attention"),
@@ -32,7 +31,7 @@ def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Opera
     left_out: dict[str, str] = {}
     for name, make in (("fla", _make_fla), ("cudnn", _make_cudnn)):
         try:
-            operators[name] = make(importlib.import_module(MODULES[name]), workload, where)
+            operators[name] = make(workload, where)
         except ImportError as error:
             left_out[name] = f"not importable here ({error})"
         except UnsupportedError as error:
@@ -52,21 +51,25 @@ def find_versions() -> dict[str, str]:
     return versions
 
 
-def _make_fla(module: Any, workload: Workload, where: torch.device) -> Operator:
-    """FLA v0.6.0 ``fla.ops.kda.chunk_kda``: the same names and shapes."""
+def _make_fla(workload: Workload, where: torch.device) -> Operator:
+    """FLA's function that our operator stands in for: the same names and shapes."""
+    function = getattr(importlib.import_module(workload.declaration.fla.module), workload.operator)
     if where.type != "cuda":
         raise UnsupportedError("its Triton kernels need a GPU")
 
     def call(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         bounds = {name: inputs[name].long() for name in ("cu_seqlens", "cu_seqlens_cpu") if name in inputs}
-        o, ht = module.chunk_kda(**{**inputs, **bounds})
+        o, ht = function(**{**inputs, **bounds})
         return o, ht
 
     return call
 
 
-def _make_cudnn(module: Any, workload: Workload, where: torch.device) -> Operator:
+def _make_cudnn(workload: Workload, where: torch.device) -> Operator:
     """cuDNN frontend 1.32 ``cudnn.linear_attention.kimi_delta_attention``: tokens packed, states [V, K]."""
+    module = importlib.import_module("cudnn.linear_attention")
+    if workload.declaration.scalar_gate:
+        raise UnsupportedError("its kernels take one gate a channel")
     if where.type != "cuda":
         raise UnsupportedError("its kernels need a GPU")
     if workload.gate == "softplus" and workload.direction == "fwd":

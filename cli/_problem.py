@@ -29,7 +29,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "longest": ("longest", {"type": int, "metavar": "N", "help": "tokens of the longest packed sequence"}),
     "varlen": ("varlen", {"action": "store_true", "default": None, "help": "sequences are packed"}),
     "dtype": ("dtype", {"choices": DTYPES, "help": "element type (bf16)"}),
-    "gate": ("gate", {"choices": GATES, "help": "gate mode (safe)"}),
+    "gate": ("gate", {"choices": GATES, "help": "gate mode (safe, or softplus where the operator has no safe gate)"}),
     "beta": ("beta", {"choices": BETAS, "help": "step size (sigmoid)"}),
     "initial-state": (
         "initial_state",
@@ -138,13 +138,17 @@ def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
     Raises:
         InputError: the numbers do not fit each other.
     """
+    from kda_tl.ops import load_all
     from kda_tl.workloads import WORKLOADS
 
     changes = {number: value for number, value in given.items() if number not in _SHAPE}
     if "H" in given:
         changes.setdefault("HV", given["H"] * (workload.HV // workload.H))
-    if given.get("gate", workload.gate) != workload.gate:  # the decay that workloads of this gate have
-        changes["decay"] = "slow" if given["gate"] == "softplus" else "steep"
+    operator = load_all().get(given.get("operator", workload.operator))
+    if operator is not None and workload.gate not in operator.gates:
+        changes.setdefault("gate", "softplus")
+    if changes.get("gate", workload.gate) != workload.gate:  # the decay that workloads of this gate have
+        changes["decay"] = "slow" if changes["gate"] == "softplus" else "steep"
     if not given.keys().isdisjoint(_SHAPE):
         changes |= _cut_tokens(
             given.get("tokens", workload.tokens),

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_gpu_argument(parser)
     add_workload_arguments(parser, "none, say which")
     parser.add_argument("--db", metavar="DIR", help="ask this database first")
-    parser.add_argument("--chunk-size", type=int, choices=sorted(BT_CHOICES), help="as passed to chunk_kda")
+    parser.add_argument("--chunk-size", type=int, choices=sorted(BT_CHOICES), help="as passed to the operator")
     parser.add_argument("--json", action="store_true", help="the choices as JSON")
 
 

@@ -3,7 +3,7 @@
     import kda_tl
     kda_tl.fla.register()
 
-Source: FLA v0.6.0 ``fla/backends.py`` (the registry), ``fla/ops/kda/chunk.py`` (the arguments).
+Source: FLA v0.6.0 ``fla/backends.py`` (the registry), ``fla/ops/*/chunk.py`` (the arguments).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PRIORITY = 1  # lower is asked first: whoever registers us wants us before Flash
 
 
 def register() -> None:
-    """Offers :func:`kda_tl.chunk_kda` to flash-linear-attention as a backend of ``fla.ops.kda.chunk_kda``.
+    """Offers our operators to flash-linear-attention as backends of its functions of the same names.
 
     From then on FLA asks us first, at every call, whether we serve it. A call that we decline goes to FLA's other
-    backends, then to its own kernels: cp_context, use_graph=True, unknown keywords, intermediate states of a call that
-    needs gradients, whatever chunk_kda refuses (dtypes, K or V above 256, a lower_bound outside [-5, 0)), and all calls
-    on a GPU for which no compiler is found. FLA logs the first reason for declining, and the first call that we serve,
-    at level INFO of the logger ``fla.backends``. Intermediate states are, as FLA's, of 64 tokens unless chunk_size is
-    given.
+    backends, then to its own kernels: arguments of FLA's that we do not have (cp_context, use_graph=True), unknown
+    keywords, intermediate states of a call that needs gradients, whatever the operator refuses (dtypes, K or V above
+    256, a lower_bound outside [-5, 0)), and all calls on a GPU for which no compiler is found. FLA logs the first
+    reason for declining, and the first call that we serve, at level INFO of the logger ``fla.backends``. Intermediate
+    states are, as FLA's, of 64 tokens unless chunk_size is given.
 
     The environment variable ``KDA_TL_FLA=0``, read at every call, turns us off, unless FLA's own
     ``FLA_KDA_TL=1`` overrides it. To register twice is to register once.
@@ -55,9 +55,11 @@ def register() -> None:
                 f"FLA {version} takes other arguments than FLA 0.6.0, which kda_tl was written for: install"
                 f" flash-linear-attention 0.6.0, or call kda_tl.{operator.name}."
             )
-        backend = type("KdaTlBackend", (base,), {"backend_type": BACKEND, "priority": PRIORITY})
+        name = operator.name  # FLA finds both by the name of its function
+        functions = {name: staticmethod(service.run), f"{name}_verifier": staticmethod(service.verify)}
+        backend = type("KdaTlBackend", (base,), {"backend_type": BACKEND, "priority": PRIORITY, **functions})
         try:
-            add(entry_point, backend=backend, verifier=service.verify, env_var=SWITCH)(service.run)
+            add(operator.fla.registry or entry_point, env_var=SWITCH)(backend)
         except KeyError as error:
             raise _no_registry(version, operator.name) from error
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":

@@ -99,7 +99,9 @@ def _differentiate(operator: Operator, a: Args, do: Tensor, dht: Tensor | None) 
     ready, tensors = find_ready(operator, a), operator.pick_operands(a)
     if ready.problem.tokens == 0:  # the final state is the initial one, and nothing else plays a part
         zeros = [_empty(do) if x is None else torch.zeros_like(x) for x in tensors]
-        made = dict(zip(operator.operands, zeros, strict=True)) | ({} if dht is None else {"h0": dht.clone()})
+        made = dict(zip(operator.operands, zeros, strict=True))
+        if dht is not None:
+            made["h0"] = dht.to(made["h0"].dtype, copy=True)
         return list(made.values())
     if ready.compute is None:
         raise UnsupportedError(

@@ -12,7 +12,7 @@ import torch
 from kda_tl.errors import InputError
 from kda_tl.ops import load_all
 from kda_tl.ops.operator import Operator
-from kda_tl.problem import Problem
+from kda_tl.problem import GATES, Problem
 
 DECAYS = ("steep", "slow")
 _MAX_TRIMMED_SEQUENCES = 4
@@ -75,6 +75,9 @@ class Workload:
             raise InputError(f"packed sequences need B=1, got B={self.B}.")
         if self.B < 1 or self.T < 1:
             raise InputError(f"{self.name} needs at least one token: pass B and T, or lengths.")
+        if self.gate in GATES and self.gate not in self.declaration.gates:
+            gates = " or ".join(self.declaration.gates)
+            raise InputError(f"{self.operator} has no {self.gate} gate: choose {gates}.")
         self.problem()
 
     @property

@@ -29,11 +29,13 @@ from kda_tl import fla
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import Choice
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.ops import load_all
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
 
 SMALL = replace(cases.SMALL, state_v_first=True)
+PACKED = (3, 0, 70, 1)
 needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
 
 
@@ -69,48 +71,40 @@ class StubBackend:
     backend_type = "base"
     priority = 5
     env_var: str | None = None
-    implementation: Callable[..., Any] | None = None
-    verifier: Callable[..., Any] | None = None
 
     def is_enabled(self) -> bool:
         forced = os.environ.get(f"FLA_{self.backend_type.upper()}", "0") != "0"
         return self.env_var is None or forced or os.environ.get(self.env_var, "1") != "0"
 
-    def verify(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+    def verify(self, name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        verifier = getattr(self, f"{name}_verifier", None)
         try:
-            return (True, None) if self.verifier is None else self.verifier(*args, **kwargs)
+            return (True, None) if verifier is None else verifier(*args, **kwargs)
         except Exception as error:
             return False, str(error)
 
 
 class StubRegistry:
-    """Mirrors BackendRegistry, register and dispatch for one function: lower priorities first, one backend a type."""
+    """Mirrors BackendRegistry, register and dispatch: lower priorities first, one backend a type.
 
-    def __init__(self) -> None:
+    ``target`` is what FLA registers backends for: the function, or the name of a registry that functions share.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
         self.backends: dict[str, StubBackend] = {}
         self.rejected: list[str | None] = []
 
-    def register(self, entry_point: Any, *, backend: Any, verifier: Any = None, env_var: Any = None) -> Any:
-        if inspect.unwrap(entry_point) is not stub_chunk_kda:
-            raise KeyError(entry_point)
-
-        def decorate(implementation: Callable[..., Any]) -> Callable[..., Any]:
-            made = backend()
-            made.implementation, made.verifier, made.env_var = implementation, verifier, env_var
-            self.backends[made.backend_type] = made
-            return implementation
-
-        return decorate
-
-    def dispatch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for backend in sorted(self.backends.values(), key=lambda b: b.priority):
                 if not backend.is_enabled():
                     continue
-                accepted, reason = backend.verify(*args, **kwargs)
-                if accepted and backend.implementation is not None:
-                    return backend.implementation(*args, **kwargs)
+                accepted, reason = backend.verify(name, *args, **kwargs)
+                implementation = getattr(backend, name, None)
+                if accepted and implementation is not None:
+                    return implementation(*args, **kwargs)
                 self.rejected.append(reason)
             return function(*args, **kwargs)
 
@@ -145,24 +139,63 @@ def stub_chunk_kda(  # the signature of fla/ops/kda/chunk.py, FLA 0.6.0
     return "FLA's own"
 
 
-ORDER = tuple(inspect.signature(stub_chunk_kda).parameters)[:-1]
+def stub_chunk_gated_delta_rule(  # the signature of fla/ops/gated_delta_rule/chunk.py, FLA 0.6.0
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: Any = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    chunk_indices: Any = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> str:
+    return "FLA's own"
+
+
+STUBS: dict[str, tuple[Callable[..., Any], str]] = {  # and the registry that FLA shares between functions
+    "chunk_kda": (stub_chunk_kda, ""),
+}
+ORDERS = {name: tuple(inspect.signature(function).parameters)[:-1] for name, (function, _) in STUBS.items()}
+ORDER = ORDERS["chunk_kda"]
 SERVICE = fla.Service(OPERATOR, ORDER)
 
 
 def install_stub(patch: pytest.MonkeyPatch, **changes: Any) -> StubRegistry:
-    """Puts the stub where FLA's modules are imported from."""
-    registry = StubRegistry()
-    for name in ("fla", "fla.backends", "fla.ops", "fla.ops.kda", "fla.ops.kda.chunk"):
-        patch.setitem(sys.modules, name, types.ModuleType(name))
-    held = {
+    """Puts the stubs where FLA's modules are imported from. Returns the registry of ``chunk_kda``."""
+    registries = {name: StubRegistry(shared or function) for name, (function, shared) in STUBS.items()}
+
+    def register(target: Any, *, env_var: str | None = None) -> Callable[[type[StubBackend]], None]:
+        by_target = {registry.target: registry for registry in registries.values()}
+        registry = by_target[target if isinstance(target, str) else inspect.unwrap(target)]
+
+        def add(backend: type[StubBackend]) -> None:
+            made = registry.backends[backend.backend_type] = backend()
+            made.env_var = env_var
+
+        return add
+
+    held: dict[tuple[str, str], Any] = {
         ("fla", "__version__"): "0.6.0",
         ("fla.backends", "BaseBackend"): StubBackend,
-        ("fla.backends", "register"): registry.register,
-        ("fla.ops.kda.chunk", "chunk_kda"): changes.get("chunk_kda", registry.dispatch(stub_chunk_kda)),
+        ("fla.backends", "register"): register,
     }
+    for name, registry in registries.items():
+        dispatched = registry.dispatch(STUBS[name][0], name)
+        held[load_all()[name].fla.module, name] = changes.get(name, dispatched)
+    for module in {".".join(module.split(".")[:n]) for module, _ in held for n in range(1, 5)}:
+        patch.setitem(sys.modules, module, types.ModuleType(module))
     for (module, name), value in held.items():
         setattr(sys.modules[module], name, value)
-    return registry
+    return registries["chunk_kda"]
 
 
 @pytest.fixture
@@ -182,14 +215,17 @@ def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @contextlib.contextmanager
-def registered() -> Iterator[Callable[..., Any]]:
-    """FLA's ``chunk_kda`` with our backend inside a ``with`` block; the real registry is left as it was."""
+def registered(name: str = "chunk_kda") -> Iterator[Callable[..., Any]]:
+    """FLA's function of that name with our backend inside a ``with`` block; the real registry is left as it was."""
     fla.register()
-    function = sys.modules["fla.ops.kda.chunk"].chunk_kda
-    yield function
-    registries = getattr(sys.modules["fla.backends"], "_function_registries", {})  # the stub goes with its test
-    if registries:
-        del registries[inspect.unwrap(function)]._backends[fla.BACKEND]
+    entries = [(each, getattr(sys.modules[each.fla.module], each.name)) for each in load_all().values()]
+    yield next(function for each, function in entries if each.name == name)
+    backends = sys.modules["fla.backends"]
+    if hasattr(backends, "_function_registries"):  # the stub goes with its test
+        for each, function in entries:
+            of_name = backends._operation_registries.get(each.fla.registry)
+            registry = of_name or backends._function_registries[inspect.unwrap(function)]
+            del registry._backends[fla.BACKEND]
 
 
 @pytest.fixture
@@ -199,7 +235,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def record(operator: Any, arguments: dict[str, Any]) -> Any:
         calls.append(arguments)
-        return chunk_kda(**arguments)
+        return operator.call(**arguments)
 
     monkeypatch.setattr(fla, "_serve", record)
     return calls
@@ -233,7 +269,7 @@ def test_registering_twice_is_registering_once(stub: StubRegistry) -> None:
 @needs_compiler
 def test_is_asked_before_the_others(stub: StubRegistry, served: list[Any], seed: int) -> None:
     other = StubBackend()
-    other.priority, other.implementation = 3, lambda *args, **kwargs: "another"  # FlashKDA's priority
+    other.priority, other.__dict__["chunk_kda"] = 3, lambda *args, **kwargs: "another"  # FlashKDA's priority
     stub.backends["other"] = other
     fla.register()
     function = sys.modules["fla.ops.kda.chunk"].chunk_kda
@@ -242,9 +278,27 @@ def test_is_asked_before_the_others(stub: StubRegistry, served: list[Any], seed:
     assert function(**arguments, use_graph=True) == "another" and len(served) == 1
 
 
-def test_real_signature_is_known(entry: Callable[..., Any]) -> None:
-    names = inspect.signature(entry).parameters
-    assert tuple(names) == (*ORDER, "kwargs")
+def test_real_signatures_are_known(entry: Callable[..., Any]) -> None:
+    for name, order in ORDERS.items():
+        function = getattr(sys.modules[load_all()[name].fla.module], name)
+        assert tuple(inspect.signature(function).parameters) == (*order, "kwargs")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", load_all())
+@pytest.mark.usefixtures("entry")
+def test_every_operator_is_served(name: str, served: list[Any], seed: int) -> None:
+    """By FLA's own function: arguments of FLA's that change nothing are taken, those that we do not have declined."""
+    operator = load_all()[name]
+    problem = replace(SMALL, gate="softplus", operator=name, scalar_gate=operator.scalar_gate)
+    arguments = arguments_of(problem, seed, PACKED)
+    function = getattr(sys.modules[operator.fla.module], name)
+    nothing = dict.fromkeys(argument for argument, reason in operator.fla.declined.items() if not reason)
+    assert_same(function(**arguments, **nothing), operator.call(**arguments))
+    assert len(served) == 1
+    service = fla.Service(operator, ORDERS[name])
+    for argument, reason in operator.fla.declined.items():
+        assert service.verify(**arguments, **{argument: object()}) == (not reason, reason or None)
 
 
 def test_without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +350,6 @@ def test_fla_that_asks_no_backend_is_told(stub: StubRegistry, monkeypatch: pytes
 
 
 # Calls that we serve
-
-PACKED = (3, 0, 70, 1)
 
 
 @needs_compiler
@@ -425,7 +477,7 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "both names": ({"transpose_state_layout": True}, "pass state_v_first without .*, its old name"),
     "dtype": ({"q": zeros(1, 70, 1, 32, dtype=torch.float64)}, "q must be bfloat16, float16 or float32"),
     "mixed dtypes": ({"k": zeros(1, 70, 1, 32, dtype=torch.bfloat16)}, "k must have the dtype of q"),
-    "state dtype": ({"initial_state": zeros(1, 2, 16, 32, dtype=torch.bfloat16)}, "initial_state must be float32"),
+    "state dtype": ({"initial_state": zeros(1, 2, 16, 32, dtype=torch.int32)}, "initial_state must be a float tensor"),
     "K": (
         {"q": zeros(1, 70, 1, 257), "k": zeros(1, 70, 1, 257), "g": zeros(1, 70, 2, 257), "dt_bias": None},
         "K=257 is not supported: pass 256 or less",
@@ -572,6 +624,23 @@ def test_fla_layer_runs_on_us(
     torch.manual_seed(seed)
     gate = {"safe_gate": True, "lower_bound": -5.0} if safe else {}
     layer = layers.KimiDeltaAttention(hidden_size=256, head_dim=128, num_heads=2, layer_idx=0, **gate)
+    layer = layer.to("cuda", torch.bfloat16).eval()
+    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours, *_ = layer(x)
+        assert len(served) == 1
+        monkeypatch.setenv("KDA_TL_FLA", "0")
+        own, *_ = layer(x)
+    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
+
+
+@pytest.mark.gpu
+def test_fla_layer_of_gated_deltanet_runs_on_us(
+    real: Callable[..., Any], served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = pytest.importorskip("fla.layers", reason="FLA's layers need transformers", exc_type=ImportError)
+    torch.manual_seed(seed)
+    layer = layers.GatedDeltaNet(hidden_size=256, head_dim=64, num_heads=2, layer_idx=0)
     layer = layer.to("cuda", torch.bfloat16).eval()
     x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():

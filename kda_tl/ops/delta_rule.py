@@ -20,7 +20,7 @@ from kda_tl.layout import dense_bounds, packed_bounds
 from kda_tl.ops.draws import draw_inputs, prepare_before
 from kda_tl.ops.operator import Args, Bounds, FlaEntry, Operator
 from kda_tl.plain import check_kind
-from kda_tl.problem import LOWER_BOUND_RANGE, Problem
+from kda_tl.problem import GATES, LOWER_BOUND_RANGE, Problem
 from kda_tl.stage import BT_CHOICES
 
 Tensor = torch.Tensor
@@ -36,6 +36,7 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
         scalar_gate: a value head has one gate for all its key channels.
     """
     parameters, name = inspect.signature(function).parameters, function.__name__
+    bounded = "lower_bound" in parameters
 
     def find_bounds(a: Args) -> Bounds:
         return _dense_bounds(a) if a.cu_seqlens is None else _packed_bounds(a, scalar_gate)
@@ -64,8 +65,9 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
         shapes=_find_shapes,
         recurrence=functools.partial(_describe_recurrence, scalar_gate=scalar_gate),
         scalar_gate=scalar_gate,
+        gates=tuple(gate for gate in GATES if bounded or gate != "safe"),
         bare=prepare_before,
-        draw=functools.partial(draw_inputs, scalar_gate=scalar_gate, bounded="lower_bound" in parameters),
+        draw=functools.partial(draw_inputs, scalar_gate=scalar_gate, bounded=bounded),
         fla=fla,
     )
 
@@ -209,10 +211,10 @@ def _check_state(state: Tensor | None, p: Problem) -> None:
     if state is None:
         return
     shape = (p.sequences, p.HV, *((p.V, p.K) if p.state_v_first else (p.K, p.V)))
-    if tuple(state.shape) != shape or state.dtype != torch.float32:
+    if tuple(state.shape) != shape or state.dtype not in NAME_OF_DTYPE:
         layout = "[N, HV, V, K]" if p.state_v_first else "[N, HV, K, V]"
         raise InputError(
-            f"initial_state must be float32 {layout} = {list(shape)}, got {state.dtype} {list(state.shape)}."
+            f"initial_state must be a float tensor {layout} = {list(shape)}, got {state.dtype} {list(state.shape)}."
         )
 
 

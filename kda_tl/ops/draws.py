@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kda_tl.errors import InputError
 from kda_tl.kernel import TORCH_DTYPE
 from kda_tl.reference import activate_beta, activate_gate, l2norm
 
@@ -23,8 +22,6 @@ def draw_inputs(workload: Any, generator: torch.Generator, *, scalar_gate: bool,
     A plain beta is the sigmoid of such logits. Raw gate, A_log and dt_bias: see :func:`draw_gate`.
     """
     w, device = workload, generator.device
-    if w.gate == "safe" and not bounded:
-        raise InputError(f"{w.operator} has no safe gate: choose the gate softplus or log.")
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(w.B, w.T, *shape, generator=generator, device=device).to(TORCH_DTYPE[w.dtype])

@@ -60,7 +60,8 @@ def chunk_kda(
         g: log decay in nats, [B, T, HV, K], bf16, fp16 or fp32; with ``use_gate_in_kernel`` the raw gate.
         beta: step size, [B, T, HV], bf16, fp16 or fp32; with ``use_beta_sigmoid_in_kernel`` its logit.
         scale: factor of q, a finite number, K ** -0.5 unless given.
-        initial_state: fp32 [N, HV, K, V] ([N, HV, V, K] with ``state_v_first``), N sequences; zeros unless given.
+        initial_state: [N, HV, K, V] ([N, HV, V, K] with ``state_v_first``), N sequences, fp32 or cast to it, zeros
+            unless given.
         output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) over K.
         use_gate_in_kernel: log decay = -exp(A_log) * softplus(g + dt_bias), or, with ``lower_bound``,
@@ -86,7 +87,7 @@ def chunk_kda(
 
     Returns:
         (o, final_state), and the intermediate states third if asked for. o: [B, T, HV, V], dtype of q.
-        final_state: fp32, like initial_state, or None. Intermediate states: [B, chunks, HV, K, V]
+        final_state: fp32, of the shape of initial_state, or None. Intermediate states: [B, chunks, HV, K, V]
         ([B, chunks, HV, V, K] with ``state_v_first``), B = 1 and all sequences' chunks in order if packed.
 
     Tensors: plain ones, and parameters, go straight to the kernels. Calls on subclasses, fake tensors and under modes

@@ -39,11 +39,13 @@ class FlaEntry:
 
     Attributes:
         module: where it is; it has the operator's name.
+        registry: name of the registry of backends that it shares with other functions; empty if it has its own.
         declined: arguments of FLA's that we do not have, and why a call that passes one is declined; empty for one that
             means nothing alone.
     """
 
     module: str
+    registry: str = ""
     declined: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -70,6 +72,7 @@ class Operator:
         shapes: shapes of o, ht and h by name, for a chunk size; None for a size that only the bounds tell.
         recurrence: the arguments of :func:`kda_tl.reference.recurrent_kda` that compute the same.
         scalar_gate: a value head has one gate for all its key channels.
+        gates: the gate modes that it has.
         draw: arguments of a :class:`kda_tl.workloads.Workload` by name, drawn with a generator.
         bare: the same call, with what kernels may do first done by the caller, and no final state.
         fla: what it is in FLA.
@@ -94,6 +97,7 @@ class Operator:
     shapes: Callable[[Args, int], dict[str, tuple[Any, ...]]]
     recurrence: Callable[[Args], dict[str, Any]]
     scalar_gate: bool
+    gates: tuple[str, ...]
     draw: Callable[[Any, torch.Generator], dict[str, Any]]
     bare: Callable[[Mapping[str, Any]], dict[str, Any]]
     fla: FlaEntry
