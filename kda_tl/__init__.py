@@ -1,4 +1,4 @@
-"""kda_tl: TileLang kernels for Kimi Delta Attention, tuned per GPU and dispatched at call time."""
+"""kda_tl: TileLang kernels for Kimi Delta Attention and its family, tuned per GPU and dispatched at call time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kda_tl.db import use
     from kda_tl.dispatch import pin
     from kda_tl.ops.entry import explain
+    from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn
     from kda_tl.ops.kda import chunk_kda
 
 __version__ = "0.1.0"
@@ -39,6 +40,8 @@ __all__ = [
     "UnsupportedError",
     "WrongResultError",
     "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
     "chunk_kda",
     "explain",
     "fla",
@@ -48,6 +51,8 @@ __all__ = [
 
 # Loaded at first use, so that `kda-tl --help` and the submodules without tensors do not wait for torch.
 _LAZY = {
+    "chunk_gated_delta_rule": "kda_tl.ops.gated_delta_rule",
+    "chunk_gdn": "kda_tl.ops.gated_delta_rule",
     "chunk_kda": "kda_tl.ops.kda",
     "explain": "kda_tl.ops.entry",
     "pin": "kda_tl.dispatch",

@@ -322,15 +322,17 @@ def forget_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:
-    """Keyword arguments of ``kda_tl.chunk_kda`` for a call, in the problem's dtypes."""
-    p, x = call.problem, call.x
+    """Keyword arguments of the problem's operator for a call, in the problem's dtypes."""
+    p, x, known = call.problem, call.x, load_all()[call.problem.operator].arguments
     dtypes = {"g": TORCH[p.g_dtype], "beta": TORCH[p.beta_dtype]}
     arguments: dict[str, Any] = {
         name: x[name].to(dtypes.get(name, TORCH[p.dtype])).unflatten(0, (batch, x[name].shape[0] // batch))
         for name in SEQUENCES
     }
+    if p.scalar_gate:
+        arguments["g"] = arguments["g"].squeeze(-1)
     gated = p.gate != "log"
-    return arguments | {
+    arguments |= {
         "scale": x["scale"],
         "initial_state": None if x["h0"] is None else x["h0"].float(),
         "output_final_state": p.final_state,
@@ -345,6 +347,7 @@ def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:
         "state_v_first": p.state_v_first,
         "cu_seqlens": torch.tensor(call.bounds, dtype=torch.int32).to(x["q"].device) if p.varlen else None,
     }
+    return {name: x for name, x in arguments.items() if name in known}
 
 
 def scatter(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from kda_tl.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_
 from kda_tl.errors import CompileError
 from kda_tl.isolate import WorkerFailure, map_pool
 from kda_tl.kernel import compile_stage
-from kda_tl.ops.kda import chunk_kda
+from kda_tl.ops import load_all
 from kda_tl.pipeline import Pipeline
 from kda_tl.problem import Problem
 from kda_tl.stage import Case, Config, Plan, Stage
@@ -115,16 +115,30 @@ def draw_odd(dtype: str) -> tuple[int, Problem]:
 
 
 ODD = {f"odd-{dtype}": draw_odd(dtype) for dtype in ("bf16", "fp16")}
+# Operators beside chunk_kda, each on the pipelines that run on every device
+_OTHER = {
+    "bf16-softplus-K128-V128-GVA-vk": make(64, 2, 4, 128, 128, gate="softplus", state_v_first=True),
+    "bf16-log-K256-V192": make(64, 1, 1, 256, 192, **LOG, g_dtype="fp32", beta="plain"),
+    "fp16-softplus-K60-V100-BT32": make(32, 2, 4, 60, 100, gate="softplus", dtype="fp16", has_dt_bias=False),
+    "fp32-softplus-K64-V32-BT16": make(16, 2, 2, 64, 32, gate="softplus", dtype="fp32", beta="sigmoid2"),
+}
+OTHER = {
+    f"{operator.name}-{name}": (BT, replace(problem, operator=operator.name, scalar_gate=operator.scalar_gate))
+    for operator in load_all().values()
+    for name, (BT, problem) in _OTHER.items()
+    if operator.name != "chunk_kda"
+}
 # Stages that take cases which the stages around them do not
 APART = ("fwd_merge", "bwd_scan", "bwd_segment", "bwd_merge", "bwd_resume")
-BACKWARD = SPECIALISED | SCANNED | ODD
-FORWARD = SPECIALISED | HOPPER | ODD
+BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
+FORWARD = SPECIALISED | HOPPER | ODD | OTHER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
 HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
 backward = pytest.mark.parametrize("name", BACKWARD)
-specialised = pytest.mark.parametrize("name", SPECIALISED)
+specialised = pytest.mark.parametrize("name", SPECIALISED | OTHER)
 forward = pytest.mark.parametrize("name", FORWARD)
+with_states = pytest.mark.parametrize("name", [name for name in FORWARD if name not in OTHER])
 Job = tuple[str, Case, Config]
 
 
@@ -265,8 +279,8 @@ def compile_all() -> dict[Job, WorkerFailure]:
     for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
         wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
-    for BT_of_odd, problem in ODD.values():
-        wanted += jobs_of(problem, plan_of(problem, BT_of_odd))
+    for BT_of_it, problem in (ODD | OTHER).values():
+        wanted += jobs_of(problem, plan_of(problem, BT_of_it))
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
     wanted += jobs_of(HUGE, hopper_plan(HUGE))
@@ -306,7 +320,7 @@ def draw(
 ) -> Call:
     """A call on the GPU; steep: about -3.5 nats a token, slow: about -0.005 at any lower bound."""
     _, problem = (FORWARD | BACKWARD)[name]
-    shape = (sum(lengths), problem.HV, problem.K)
+    shape = (sum(lengths), problem.HV, problem.G)
     raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     given = {}
     if decay == "steep":
@@ -323,13 +337,13 @@ def draw(
 def spiked_gates(problem: Problem, tokens: int) -> torch.Tensor:
     """Every eighth token steep: between two nothing decays, while anchors lie further apart than fp32 reaches."""
     log = problem.gate == "log"
-    g = torch.full((tokens, problem.HV, problem.K), 0.0 if log else -9.0, dtype=torch.float64)
+    g = torch.full((tokens, problem.HV, problem.G), 0.0 if log else -9.0, dtype=torch.float64)
     g[3::8] = -50.0 if log else 30.0
     return g
 
 
-def outputs(arguments: dict[str, Any]) -> list[torch.Tensor]:
-    return [x for x in chunk_kda(**arguments) if x is not None]
+def outputs(arguments: dict[str, Any], operator: str = "chunk_kda") -> list[torch.Tensor]:
+    return [x for x in load_all()[operator].call(**arguments) if x is not None]
 
 
 def seeds_of(call: Call, batch: int = 1) -> list[torch.Tensor]:
@@ -340,14 +354,17 @@ def seeds_of(call: Call, batch: int = 1) -> list[torch.Tensor]:
 
 def leaves_of(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Copies of the tensors, which require gradients."""
-    present = {name: arguments[name] for name in TENSORS if arguments[name] is not None}
+    present = {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
     return {name: x.clone().requires_grad_() for name, x in present.items()}
 
 
 def differentiate(
-    arguments: dict[str, Any], leaves: dict[str, torch.Tensor], seeds: list[torch.Tensor]
+    arguments: dict[str, Any],
+    leaves: dict[str, torch.Tensor],
+    seeds: list[torch.Tensor],
+    operator: str = "chunk_kda",
 ) -> list[torch.Tensor]:
-    results = [x for x in chunk_kda(**arguments | leaves) if x is not None]
+    results = outputs(arguments | leaves, operator)
     return list(torch.autograd.grad(results, list(leaves.values()), seeds))
 
 

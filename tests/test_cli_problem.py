@@ -19,6 +19,7 @@ from cli_cases import CPU, SMALL, Run, make_entry, store
 from kda_tl.bench import _recurrence, operator_tensors
 from kda_tl.cli._problem import NOT_IN_KEYS, change_workload, read_workloads
 from kda_tl.dispatch import default_plan
+from kda_tl.errors import InputError
 from kda_tl.gpus import known_device
 from kda_tl.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
 from kda_tl.reference import gradient_name, recurrent_gradients, recurrent_kda
@@ -248,3 +249,11 @@ def test_a_described_problem_is_timed(run: Run, tmp_path: Path) -> None:
     code, _, _ = run("bench", "--gpu", "cpu", *words, "--calls-only", "--json", tmp_path / "bench.json")
     (result,) = json.loads((tmp_path / "bench.json").read_text())["workloads"]
     assert code == 0 and result["workload"] == "safe-T96-H2-K32-fp32" and result["problem"].endswith("tokens96")
+
+
+def test_gate_of_an_operator_without_a_safe_one() -> None:
+    given = {"operator": "chunk_gated_delta_rule"}
+    changed = change_workload(Workload(name="x", T=20, H=1), given)
+    assert (changed.gate, changed.decay) == ("softplus", "slow")
+    with pytest.raises(InputError, match="has no safe gate"):
+        change_workload(Workload(name="x", T=20, H=1), given | {"gate": "safe"})

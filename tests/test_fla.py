@@ -163,6 +163,7 @@ def stub_chunk_gated_delta_rule(  # the signature of fla/ops/gated_delta_rule/ch
 
 STUBS: dict[str, tuple[Callable[..., Any], str]] = {  # and the registry that FLA shares between functions
     "chunk_kda": (stub_chunk_kda, ""),
+    "chunk_gated_delta_rule": (stub_chunk_gated_delta_rule, "gated_delta_rule"),
 }
 ORDERS = {name: tuple(inspect.signature(function).parameters)[:-1] for name, (function, _) in STUBS.items()}
 ORDER = ORDERS["chunk_kda"]

@@ -39,12 +39,14 @@ from gpu_cases import (
     specialised,
     spiked_gates,
     stage_case,
+    with_states,
 )
 
 import kda_tl
 from kda_tl import templates
 from kda_tl.dispatch import choose
 from kda_tl.errors import InputError
+from kda_tl.ops import load_all
 from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.problem import Problem
@@ -96,7 +98,7 @@ def test_everything_compiles() -> None:
 
 
 def assert_right(call: Call, BT: int | None, batch: int = 1, **changes: Any) -> None:
-    o, ht = chunk_kda(**operator_arguments(call, batch) | {"chunk_size": BT} | changes)
+    o, ht = load_all()[call.problem.operator].call(**operator_arguments(call, batch) | {"chunk_size": BT} | changes)
     expected_o, expected_ht, _ = call.truth()
     errors = {"o": relative_error(o.flatten(0, 1), expected_o)}
     if call.problem.final_state:
@@ -117,7 +119,7 @@ def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
     assert_right(draw(name, PACKED, seed, decay, varlen=True), BT)
 
 
-@forward
+@with_states
 def test_intermediate_states(name: str, seed: int) -> None:
     BT, problem = FORWARD[name]
     call = draw(name, PACKED, seed, varlen=True)
@@ -188,11 +190,12 @@ def test_other_configs_equal_reference(stage: Stage, name: str, seed: int) -> No
 @forward
 def test_two_runs_give_the_same_bits(name: str, seed: int) -> None:
     BT, _ = FORWARD[name]
-    arguments = operator_arguments(draw(name, (333, 1, 200, 64), seed, varlen=True))
-    arguments |= {"chunk_size": BT, "return_intermediate_states": True}
-    first = outputs(arguments)
+    call = draw(name, (333, 1, 200, 64), seed, varlen=True)
+    operator, arguments = load_all()[call.problem.operator], operator_arguments(call) | {"chunk_size": BT}
+    arguments |= dict.fromkeys([operator.states] if operator.states else [], True)
+    first = outputs(arguments, operator.name)
     for _ in range(5):
-        assert_same_bits(outputs(arguments), first)
+        assert_same_bits(outputs(arguments, operator.name), first)
 
 
 def test_plans_of_one_numerics_class_give_the_same_bits(seed: int) -> None:

@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterator
+import random
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import OPERATOR
+from cases import (
+    OPERATOR,
+    SMALL,
+    draw_backward,
+    draw_call,
+    draw_lengths,
+    draw_problem,
+    operator_arguments,
+    random_of_run,
+)
 
 from kda_tl.bench import check_plan
 from kda_tl.device import cpu_device, find_compiler
 from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError
-from kda_tl.ops.delta_rule import declare
-from kda_tl.ops.entry import explain, publish
-from kda_tl.ops.operator import OPERATORS, FlaEntry
-from kda_tl.reference import gradient_name, recurrent_gradients, relative_error
-from kda_tl.workloads import Workload, draw_gradients
+from kda_tl.ops import load_all
+from kda_tl.ops.entry import explain
+from kda_tl.ops.operator import Operator
+from kda_tl.problem import Problem
+from kda_tl.reference import relative_error
+from kda_tl.workloads import Workload
 
 CPU = cpu_device()
-Tensor = torch.Tensor
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[str]:
-    """An operator with one gate a head, its arguments in another order, and none of a bounded gate."""
-
-    @publish(functools.partial(declare, fla=FlaEntry(module="fla.ops.other"), scalar_gate=True))
-    def other_rule(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        g: Tensor,
-        scale: float | None = None,
-        output_final_state: bool = False,
-        initial_state: Tensor | None = None,
-        use_qk_l2norm_in_kernel: bool = False,
-        use_beta_sigmoid_in_kernel: bool = False,
-        allow_neg_eigval: bool = False,
-        use_gate_in_kernel: bool = False,
-        A_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        state_v_first: bool = False,
-        cu_seqlens: Tensor | None = None,
-        cu_seqlens_cpu: Tensor | None = None,
-        chunk_size: int | None = None,
-        transpose_state_layout: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Another one."""
-        raise NotImplementedError
-
-    yield "other_rule"
-    del OPERATORS["other_rule"]
+needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
 
 
 def test_what_derives_from_the_signature() -> None:
@@ -68,30 +44,75 @@ def test_what_derives_from_the_signature() -> None:
     assert not hasattr(a, "__dict__") and "chunk by chunk" in str(OPERATOR.call.__doc__)
 
 
-@pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
-@pytest.mark.parametrize("gate", ["softplus", "log"])
-def test_another_operator_is_served(other: str, gate: str, seed: int) -> None:
-    shape = {"H": 1, "HV": 2, "K": 32, "V": 16, "lengths": (20, 0, 70), "initial_state": True, "state_v_first": True}
-    workload = Workload(name="other", dtype="fp32", gate=gate, operator=other, direction="bwd", **shape)
+def draw_served(operator: Operator, gate: str) -> Problem:
+    """A problem of the run's seed that the operator serves."""
+    fixed = {"scalar_gate": operator.scalar_gate, "rank": 1, "intermediate_states": False, "operator": operator.name}
+    return draw_problem(random_of_run(f"{operator.name} {gate}"), gate=gate, initial_state=True, **fixed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gate", ("softplus", "log"))
+@pytest.mark.parametrize("name", load_all())
+def test_both_passes_equal_the_recurrence(name: str, gate: str, seed: int) -> None:
+    operator = load_all()[name]
+    problem = draw_served(operator, gate)
+    for lengths, batch in (((70, 70), 2), (draw_lengths(random.Random(seed)), 1)):
+        call = draw_backward(draw_call(problem, lengths, seed, varlen=batch == 1), seed)
+        arguments = operator_arguments(call, batch)
+        leaves = {n: x.requires_grad_() for n in operator.tensors if (x := arguments.get(n)) is not None}
+        o, ht = operator.call(**arguments)
+        results, seeds = [o], [call.x["do"].float().view(o.shape)]
+        truth_o, truth_ht, _ = call.truth()
+        assert relative_error(o, truth_o.view(o.shape)) < 5e-5
+        assert (ht is not None) == problem.final_state
+        if ht is not None:
+            assert relative_error(ht, truth_ht) < 5e-5
+            results, seeds = [o, ht], [*seeds, call.x["dht"].float()]
+        found = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), seeds), strict=True))
+        errors = call.gradient_errors({n: found.get(n) for n in operator.tensors}, 2e-4)
+        assert max(errors.values()) < 2e-4, f"{errors} {call.problem.key} {call.bounds}"
+        assert all(found[n].shape == leaves[n].shape for n in leaves)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", load_all())
+def test_everything_derived_knows_the_operator(name: str, seed: int) -> None:
+    """A workload, its default plan and the tuner's check of it, explain, a traced call; kernels are those of above."""
+    p = draw_served(load_all()[name], "softplus")
+    shape = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "beta": p.beta, "state_v_first": p.state_v_first}
+    workload = Workload(
+        name="any", lengths=(20, 0, 70), dtype="fp32", gate="softplus", initial_state=True, operator=name, **shape
+    )
     operator, x = workload.declaration, workload.inputs("cpu", seed)
-    leaves = {name: x[name].requires_grad_() for name in operator.tensors if name in x}
-    o, ht = operator.call(**x)
-    seeds = draw_gradients(o, ht, seed)
-    found = torch.autograd.grad((o, ht), list(leaves.values()), seeds)
-    truth = recurrent_gradients(operator.recurrence(operator.bind(**x)), *seeds)
-    for name, gradient in zip(leaves, found, strict=True):
-        assert relative_error(gradient, truth[gradient_name(name)].view(gradient.shape)) < 2e-5, name
+    for each in (workload, replace(workload, direction="bwd")):
+        assert check_plan(default_plan(each.problem(), CPU), each, CPU, seed=seed) < 2e-4
+    assert explain(**x, operator=name).plan == default_plan(workload.problem(), CPU)
     compiled = torch.compile(lambda: operator.call(**x), backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled()[0], o)
-    for each in (workload, replace(workload, direction="fwd")):
-        plan = default_plan(each.problem(), CPU)
-        assert check_plan(plan, each, CPU, seed=seed) < 2e-4
-    assert explain(**x, operator=other).plan == plan
+    assert torch.equal(compiled()[0], operator.call(**x)[0])
 
 
-def test_what_an_operator_lacks(other: str) -> None:
-    workload = Workload(name="other", T=20, H=1, dtype="fp32", operator=other)
-    with pytest.raises(InputError, match="other_rule has no safe gate"):
-        workload.inputs("cpu")
-    with pytest.raises(InputError, match="there is no operator 'chunk_kdb': choose one of chunk_kda"):
+@pytest.mark.parametrize("name", load_all())
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("T", (0, 20))
+def test_initial_state_of_any_float_dtype(name: str, T: int, dtype: torch.dtype, seed: int) -> None:
+    operator = load_all()[name]
+    problem = replace(SMALL, gate="log", has_A_log=False, has_dt_bias=False, operator=name)
+    call = draw_call(replace(problem, scalar_gate=operator.scalar_gate), (T,), seed, varlen=False)
+    arguments = operator_arguments(call)
+    short = arguments["initial_state"].to(dtype).requires_grad_()
+    wide = short.detach().float().requires_grad_()
+    grads = []
+    for state in (short, wide):
+        o, ht = operator.call(**arguments | {"initial_state": state})
+        assert ht.dtype == torch.float32
+        grads.append(torch.autograd.grad(o.sum() + ht.square().sum(), state)[0])
+    assert grads[0].dtype == dtype and torch.equal(grads[0], grads[1].to(dtype))
+
+
+def test_what_an_operator_lacks() -> None:
+    with pytest.raises(InputError, match="chunk_gated_delta_rule has no safe gate: choose log or softplus"):
+        Workload(name="any", T=20, H=1, dtype="fp32", operator="chunk_gated_delta_rule")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lower_bound'"):
+        load_all()["chunk_gated_delta_rule"].bind(1, 2, 3, 4, 5, lower_bound=-5.0)
+    with pytest.raises(InputError, match="there is no operator 'chunk_kdb': choose one of chunk_gated_delta_rule, ch"):
         Workload(name="x", T=20, H=1, operator="chunk_kdb")
