@@ -25,6 +25,7 @@ from kda_tl.dispatch import default_plan
 from kda_tl.errors import InputError
 from kda_tl.ops import load_all
 from kda_tl.ops.entry import explain
+from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule
 from kda_tl.ops.operator import Operator
 from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
@@ -72,6 +73,24 @@ def test_both_passes_equal_the_recurrence(name: str, gate: str, seed: int) -> No
         errors = call.gradient_errors({n: found.get(n) for n in operator.tensors}, 2e-4)
         assert max(errors.values()) < 2e-4, f"{errors} {call.problem.key} {call.bounds}"
         assert all(found[n].shape == leaves[n].shape for n in leaves)
+
+
+@needs_compiler
+def test_gated_delta_rule_is_its_formula(seed: int) -> None:
+    """The docstring's, token by token, of heads that share keys."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 40, heads, 32, generator=rng) for heads in (2, 2, 4))
+    g, beta = -torch.rand(1, 40, 4, generator=rng), torch.rand(1, 40, 4, generator=rng)
+    k = k / k.norm(dim=-1, keepdim=True)
+    o, ht = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+    for head in range(4):
+        S = torch.zeros(32, 32, dtype=torch.float64)
+        for t in range(40):
+            q_t, k_t, v_t = (x[0, t].double() for x in (q[:, :, head // 2], k[:, :, head // 2], v[:, :, head]))
+            step = float(beta[0, t, head]) * k_t[:, None]
+            S = float(g[0, t, head].exp()) * (S - step * (k_t @ S)) + step * v_t
+            assert relative_error(o[0, t, head], 32**-0.5 * (q_t @ S)) < 1e-4
+        assert relative_error(ht[0, head], S) < 1e-5
 
 
 @needs_compiler
