@@ -193,13 +193,23 @@ class Call:
         assert split is not None
         return split.unflatten(1, (p.HV, p.V))
 
+    def gate_terms(self) -> Tensor:
+        """What each key channel adds to the gradient of the gate that a head's channels share: [tokens, HV, K]."""
+        p, x = replace(self.problem, scalar_gate=False), dict(self.x)
+        x["g"] = x["g"].expand(-1, -1, p.K)
+        x["dt_bias"] = None if x["dt_bias"] is None else x["dt_bias"].expand(-1, p.K)
+        terms = Call(p, self.bounds, x).gradients()["dg"]
+        assert terms is not None
+        return terms
+
     def gradient_errors(self, found: Mapping[str, Tensor | None], tolerance: float) -> dict[str, float]:
         """Relative error of each gradient, by the name of its tensor; those the problem lacks must be None.
 
-        The gradients of beta and A_log are sums of terms of either sign, a token's and a head's into one number. Where
-        they cancel, the size of the sum says nothing of how exact it can be, so an error above the tolerance is judged
-        relative to the terms: of dbeta their norm; of dA_log, whose terms hold dg, a running sum with errors of one
-        sign along the tokens, the norm of each channel's absolute sum.
+        The gradients of beta, of A_log and of a gate that a head's channels share are sums of terms of either sign, a
+        token's and a head's into one number. Where they cancel, the size of the sum says nothing of how exact it can
+        be, so an error above the tolerance is judged relative to the terms: of dbeta and of such a dg their norm; of
+        dA_log, whose terms hold dg, a running sum with errors of one sign along the tokens, the norm of each channel's
+        absolute sum.
         """
         truth, errors = self.gradients(), {}
         for name, grad in found.items():
@@ -208,10 +218,14 @@ class Call:
             if grad is None or expected is None:
                 continue
             errors[name] = relative_error(grad.flatten(), expected.flatten())
-            if name in ("beta", "A_log") and tolerance <= errors[name] < inf:
-                dg = truth["dg"]
+            sums = ("beta", "A_log", "g") if self.problem.scalar_gate else ("beta", "A_log")
+            if name in sums and tolerance <= errors[name] < inf:
+                dg = self.gate_terms() if self.problem.scalar_gate else truth["dg"]
                 assert dg is not None
-                terms = self.beta_terms() if name == "beta" else self.slope_terms(dg).abs().sum(0)
+                if name == "beta":
+                    terms = self.beta_terms()
+                else:
+                    terms = dg if name == "g" else self.slope_terms(dg).abs().sum(0)
                 size = float(expected.norm())
                 errors[name] *= (size or 1.0) / (max(size, float(terms.norm())) or 1.0)
         return errors
