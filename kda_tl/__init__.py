@@ -20,10 +20,10 @@ from kda_tl.errors import (
 
 if TYPE_CHECKING:
     from kda_tl import fla
-    from kda_tl.db import use
-    from kda_tl.dispatch import pin
+    from kda_tl.database.store import use
     from kda_tl.ops.entry import explain
     from kda_tl.ops.kda import chunk_kda
+    from kda_tl.runtime.dispatch import pin
 
 __version__ = "0.1.0"
 
@@ -50,8 +50,8 @@ __all__ = [
 _LAZY = {
     "chunk_kda": "kda_tl.ops.kda",
     "explain": "kda_tl.ops.entry",
-    "pin": "kda_tl.dispatch",
-    "use": "kda_tl.db",
+    "pin": "kda_tl.runtime.dispatch",
+    "use": "kda_tl.database.store",
 }
 
 

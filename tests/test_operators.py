@@ -11,15 +11,15 @@ import pytest
 import torch
 from cases import OPERATOR
 
-from kda_tl.bench import check_plan
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.dispatch import default_plan
+from kda_tl.bench.fixtures import check_plan
+from kda_tl.bench.workloads import Workload, draw_gradients
+from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.errors import InputError
 from kda_tl.ops.delta_rule import declare
 from kda_tl.ops.entry import explain, publish
 from kda_tl.ops.operator import OPERATORS, FlaEntry
 from kda_tl.reference import gradient_name, recurrent_gradients, relative_error
-from kda_tl.workloads import Workload, draw_gradients
+from kda_tl.runtime.dispatch import default_plan
 
 CPU = cpu_device()
 Tensor = torch.Tensor
