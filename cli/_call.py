@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from kda_tl.dispatch import pin
+from kda_tl.bench.workloads import draw_gradients
+from kda_tl.core.stage import Plan
 from kda_tl.ops.operator import Operator
 from kda_tl.reference import (
     gradient_name,
@@ -17,8 +18,7 @@ from kda_tl.reference import (
     recurrent_kda,
     relative_error,
 )
-from kda_tl.stage import Plan
-from kda_tl.workloads import draw_gradients
+from kda_tl.runtime.dispatch import pin
 
 Inputs = Mapping[str, Any]
 Launch = Callable[[], Any]

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kda_tl.bench.workloads import WORKLOADS, Workload
 from kda_tl.cli._console import one_line
 from kda_tl.cli._report import Report, check_file, unwritable
 from kda_tl.cli._timing import OURS, CallRow, Result
 from kda_tl.errors import InputError
-from kda_tl.workloads import WORKLOADS, Workload
 
 SUFFIXES = (".svg", ".png")
 # an implementation's title, and the name of its version in the environment

@@ -10,12 +10,12 @@ from typing import Any
 from kda_tl import templates
 from kda_tl.cli._console import Terminal, one_line
 from kda_tl.cli.verify import Finding, Subject, variants_of
-from kda_tl.crew import TARGET
-from kda_tl.device import Device
-from kda_tl.isolate import WorkerFailure, map_pool
-from kda_tl.problem import Problem
-from kda_tl.stage import Case
-from kda_tl.trial import CompileJob, HashJob
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case
+from kda_tl.tune.isolate import WorkerFailure, map_pool
+from kda_tl.tune.pool import TARGET
+from kda_tl.tune.requests import CompileJob, HashJob
 
 COMPILE_TIMEOUT_S = 300.0
 

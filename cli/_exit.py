@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
+from kda_tl.core.packages import REQUIREMENTS, describe_failure
 from kda_tl.errors import (
     CompileError,
     DatabaseError,
@@ -27,7 +28,6 @@ from kda_tl.errors import (
     UnsupportedError,
     WrongResultError,
 )
-from kda_tl.packages import REQUIREMENTS, describe_failure
 
 
 class ExitCode(IntEnum):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kda_tl.bench import torch_device
-from kda_tl.device import Device
-from kda_tl.measure import time_launch
-from kda_tl.problem import Problem
-from kda_tl.stage import Cost
+from kda_tl.bench.fixtures import torch_device
+from kda_tl.bench.timing import time_launch
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Cost
 
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 _MATMUL = {"cuda": (8192, torch.bfloat16), "cpu": (1024, torch.float32)}

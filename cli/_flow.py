@@ -12,7 +12,7 @@ from typing import Any
 from kda_tl.cli._console import ExitCode, Terminal, format_bytes, make_table
 from kda_tl.cli._problem import read_one_workload
 from kda_tl.cli._target import find_one_known
-from kda_tl.stage import Plan
+from kda_tl.core.stage import Plan
 
 WORKLOAD = {"cpu": "cpu-safe-K32", "cuda": "safe-T8192-H32"}
 
@@ -44,8 +44,8 @@ class Drawing:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Draws the pipeline for one workload, in the pass that the pipeline computes."""
-    from kda_tl.dispatch import default_plan
-    from kda_tl.plan_search import require_pipeline
+    from kda_tl.runtime.dispatch import default_plan
+    from kda_tl.tune.plan_search import require_pipeline
 
     device, note = find_one_known(args.gpu or "auto")
     if note:
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _draw(plan: Plan, workload: Any, device: Any) -> Drawing:
     import torch
 
-    from kda_tl.kernel import Slot
-    from kda_tl.layout import make_layout
-    from kda_tl.stage import Case
+    from kda_tl.core.layout import make_layout
+    from kda_tl.core.stage import Case
+    from kda_tl.runtime.compile import Slot
     from kda_tl.templates.pipelines import PIPELINES
 
     pipeline, problem = PIPELINES[plan.pipeline], workload.problem()

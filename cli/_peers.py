@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from kda_tl.bench.workloads import Workload
 from kda_tl.errors import UnsupportedError
 from kda_tl.reference import activate_beta, activate_gate, l2norm
-from kda_tl.workloads import Workload
 
 # takes the arguments of our operator by name, returns o, the final state or None, and what else there is
 Operator = Callable[[Mapping[str, Any]], tuple[Any, ...]]

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES
 from kda_tl.errors import InputError
-from kda_tl.problem import BETAS, DIRECTIONS, DTYPES, GATES
 
 if TYPE_CHECKING:
-    from kda_tl.workloads import Workload
+    from kda_tl.bench.workloads import Workload
 
 # option: the number of a problem it gives, what argparse needs
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,7 +100,7 @@ def read_workloads(args: argparse.Namespace, default: Sequence[str] = ()) -> tup
     Raises:
         InputError: there is no such workload, a size is missing, or sizes do not fit each other.
     """
-    from kda_tl.workloads import Workload, select
+    from kda_tl.bench.workloads import Workload, select
 
     given = read_numbers(args)
     if args.workload or (default and not given):
@@ -138,8 +138,8 @@ def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
     Raises:
         InputError: the numbers do not fit each other.
     """
+    from kda_tl.bench.workloads import WORKLOADS
     from kda_tl.ops import load_all
-    from kda_tl.workloads import WORKLOADS
 
     changes = {number: value for number, value in given.items() if number not in _SHAPE}
     if "H" in given:

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from kda_tl.cli._console import Terminal, format_error, format_ratio, format_us, one_line
 from kda_tl.cli._problem import describe_workload
-from kda_tl.progress import (
+from kda_tl.core.stage import Config
+from kda_tl.tune.events import (
     Event,
     GeometryScreened,
     PartStarted,
@@ -31,7 +32,6 @@ from kda_tl.progress import (
     WorkloadReport,
     WorkloadStarted,
 )
-from kda_tl.stage import Config
 
 LINE_EVERY_S = 10.0  # off a terminal, while a stage is under way
 FAILURES = {

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from kda_tl.bench import torch_device
+from kda_tl.bench.fixtures import torch_device
+from kda_tl.bench.timing import summarise, time_interleaved
 from kda_tl.cli._call import make_launch
 from kda_tl.cli._console import format_us
 from kda_tl.cli.verify import Finding, Subject
-from kda_tl.device import Device
-from kda_tl.dispatch import default_plan
-from kda_tl.measure import summarise, time_interleaved
+from kda_tl.core.device import Device
+from kda_tl.runtime.dispatch import default_plan
 
 ROUNDS = 3
 MAX_BAD_ROUNDS = 1

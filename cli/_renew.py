@@ -11,15 +11,15 @@ from kda_tl import templates
 from kda_tl.cli._compile import hash_kernels
 from kda_tl.cli._console import Terminal
 from kda_tl.cli.verify import Finding, judge_file
-from kda_tl.db import Database, Entry, Key, store
-from kda_tl.device import Device
-from kda_tl.dispatch import parse_plan
+from kda_tl.core.device import Device
+from kda_tl.core.stage import Case
+from kda_tl.database.lookup import TuningFile
+from kda_tl.database.staleness import list_unproved, renew
+from kda_tl.database.store import Database, Entry, Key, store
 from kda_tl.errors import DatabaseError, InputError
-from kda_tl.lookup import TuningFile
-from kda_tl.stage import Case
-from kda_tl.stage_search import compiler_version
-from kda_tl.staleness import list_unproved, renew
-from kda_tl.trial import HashJob
+from kda_tl.runtime.dispatch import parse_plan
+from kda_tl.tune.requests import HashJob
+from kda_tl.tune.stage_search import compiler_version
 
 REMEDY = "their kernels differ, or no hash tells what they were; run `kda-tl tune --stale`."
 

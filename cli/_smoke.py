@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from kda_tl import templates
-from kda_tl.bench import torch_device
-from kda_tl.device import Device
-from kda_tl.kernel import compile_stage
-from kda_tl.layout import dense_bounds, make_layout
-from kda_tl.measure import check
-from kda_tl.problem import Problem
-from kda_tl.stage import Case
+from kda_tl.bench.fixtures import torch_device
+from kda_tl.bench.timing import check
+from kda_tl.core.device import Device
+from kda_tl.core.layout import dense_bounds, make_layout
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case
+from kda_tl.runtime.compile import compile_stage
 
 STAGE = "fwd_gate"
 BT, TOKENS = 16, 40  # the last chunk is ragged

@@ -11,7 +11,7 @@ from typing import Any
 from kda_tl.cli._console import ExitCode, Terminal, make_table
 from kda_tl.cli._target import find_one_known
 from kda_tl.cli.tune import choose_workloads, require_stage
-from kda_tl.static import Compiled, compile_static
+from kda_tl.tune.compile_only import Compiled, compile_static
 
 LINE_EVERY_S = 5.0
 SHOWN = 5  # configs a stage, best first; --json has them all
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _choose_stages(args: argparse.Namespace, workloads: Sequence[Any]) -> list[str] | None:
     """The stage that was named, or those of the pipeline that was; None for all."""
     if args.pipeline is not None:
-        from kda_tl.plan_search import require_pipeline
+        from kda_tl.tune.plan_search import require_pipeline
 
         pipeline = require_pipeline(args.pipeline, workloads, args.stage)
         return [args.stage] if args.stage else [stage.name for stage in pipeline.stages]

@@ -6,9 +6,9 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from kda_tl.device import Device, cpu_device, current_device, normalise_gpu_name
+from kda_tl.core.device import Device, cpu_device, current_device, normalise_gpu_name
+from kda_tl.database.gpus import known_device, resolve_gpu
 from kda_tl.errors import DeviceError, InputError
-from kda_tl.gpus import known_device, resolve_gpu
 
 
 def add_gpu_argument(parser: argparse.ArgumentParser, default: str = "auto") -> None:

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from kda_tl.bench import operator_tensors, torch_device
+from kda_tl.bench.fixtures import operator_tensors, torch_device
+from kda_tl.bench.timing import cuda_graph, summarise, time_host, time_interleaved, time_launch
+from kda_tl.bench.workloads import Workload
 from kda_tl.cli._call import make_step
 from kda_tl.cli._console import one_line
 from kda_tl.cli._floor import Ceilings, Row, call_bytes
 from kda_tl.cli._peers import Operator, find_peers
-from kda_tl.device import Device
-from kda_tl.dispatch import prepare
+from kda_tl.core.device import Device
+from kda_tl.core.layout import make_layout
+from kda_tl.core.stage import Case, Cost, Stage
 from kda_tl.errors import CompileError
-from kda_tl.layout import make_layout
-from kda_tl.measure import cuda_graph, summarise, time_host, time_interleaved, time_launch
-from kda_tl.program import Program
 from kda_tl.reference import relative_error
-from kda_tl.stage import Case, Cost, Stage
-from kda_tl.workloads import Workload
+from kda_tl.runtime.dispatch import prepare
+from kda_tl.runtime.program import Program
 
 OURS = "kda_tl"
 Call = Callable[[], tuple[Any, ...]]  # of tensors; the first is compared

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from kda_tl.bench import PLAN_CHECK_TOKENS, torch_device
+from kda_tl.bench.fixtures import PLAN_CHECK_TOKENS, torch_device
+from kda_tl.bench.timing import ratio_ci, summarise, time_interleaved
+from kda_tl.bench.workloads import Workload
 from kda_tl.cli._call import make_launch, measure_errors
 from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error, format_ratio, format_us, make_table
-from kda_tl.db import reload, use
-from kda_tl.device import Device
-from kda_tl.dispatch import choose
-from kda_tl.measure import ratio_ci, summarise, time_interleaved
-from kda_tl.progress import StageResult, TuneReport, WorkloadReport
-from kda_tl.stage import Plan
-from kda_tl.workloads import Workload
+from kda_tl.core.device import Device
+from kda_tl.core.stage import Plan
+from kda_tl.database.store import reload, use
+from kda_tl.runtime.dispatch import choose
+from kda_tl.tune.events import StageResult, TuneReport, WorkloadReport
 
 # The recurrence walks token by token in float64; autograd keeps two states a token, 17 MB for 64 heads of 128 by 128.
 CHECKED_TOKENS = {"fwd": 2048, "bwd": PLAN_CHECK_TOKENS}

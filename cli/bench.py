@@ -21,8 +21,8 @@ from kda_tl.cli._console import (
 )
 from kda_tl.cli._problem import add_workload_arguments, read_numbers, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here
+from kda_tl.core.toolchain import import_tilelang
 from kda_tl.errors import InputError
-from kda_tl.toolchain import import_tilelang
 
 if TYPE_CHECKING:
     from kda_tl.cli._floor import Ceilings, Row
@@ -139,8 +139,8 @@ def _print(terminal: Terminal, *tables: Any) -> None:
 
 
 def _environment(device: Any) -> dict[str, Any]:
-    from kda_tl.db import provenance
-    from kda_tl.measure import read_gpu_state
+    from kda_tl.bench.timing import read_gpu_state
+    from kda_tl.database.store import provenance
 
     return {**asdict(device), **provenance(), **(read_gpu_state() if device.kind == "cuda" else {})}
 

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from kda_tl.cli._console import ExitCode, Terminal, one_line
-from kda_tl.db import Database, Entry, export, sources, validate, writable_directory
-from kda_tl.db_file import Document
+from kda_tl.core.problem import Problem
+from kda_tl.database.file import Document
+from kda_tl.database.store import Database, Entry, export, sources, validate, writable_directory
 from kda_tl.errors import DatabaseError, InputError
-from kda_tl.problem import Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def find_plan_problem(document: Document, entry: Entry) -> str:
     Raises:
         CompileError: TileLang, which the templates are written in, is missing or broken.
     """
-    from kda_tl.dispatch import parse_plan
+    from kda_tl.runtime.dispatch import parse_plan
 
     if document.operator != Problem.operator:
         return f"there is no operator {document.operator!r}"

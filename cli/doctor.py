@@ -17,10 +17,9 @@ from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, make_table, one_line
 from kda_tl.cli._exit import was_interrupted
-from kda_tl.device import Device, cpu_device, cuda_device, find_compiler
-from kda_tl.errors import KdaTlError
-from kda_tl.packages import REQUIREMENTS
-from kda_tl.toolchain import (
+from kda_tl.core.device import Device, cpu_device, cuda_device, find_compiler
+from kda_tl.core.packages import REQUIREMENTS
+from kda_tl.core.toolchain import (
     CACHE_VARIABLE,
     cache_directory,
     cache_refusal,
@@ -28,6 +27,7 @@ from kda_tl.toolchain import (
     explain_missing,
     import_tilelang,
 )
+from kda_tl.errors import KdaTlError
 
 OK, MISSING, NOTE = "ok", "MISSING", "note"
 PACKAGES = REQUIREMENTS | {"tvm_ffi": "apache-tvm-ffi"}  # which comes with TileLang
@@ -133,7 +133,7 @@ def _gpu() -> Iterator[Check]:
         built = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         yield Check(name="gpu", state=NOTE, found=f"none: {built}", hint="the CPU target works without one")
         return
-    from kda_tl.measure import read_gpu_state
+    from kda_tl.bench.timing import read_gpu_state
 
     device = cuda_device(torch.cuda.current_device())
     state = read_gpu_state(torch.cuda.current_device())
@@ -168,7 +168,7 @@ def _version(compiler: str) -> str:
 
 
 def _databases() -> Iterator[Check]:
-    from kda_tl.db import sources
+    from kda_tl.database.store import sources
 
     for database in sources():
         entries = sum(len(file.entries) for file in database.files.values())
@@ -183,7 +183,7 @@ def _databases() -> Iterator[Check]:
 
 
 def _directories() -> Iterator[Check]:
-    from kda_tl.db import writable_directory
+    from kda_tl.database.store import writable_directory
 
     directory = writable_directory()
     writable, existing = _is_writable(directory)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kda_tl.cli._console import ExitCode, Terminal, make_table
 from kda_tl.cli._problem import add_workload_arguments, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_one_known
-from kda_tl.device import Device, cpu_device, current_device
-from kda_tl.problem import Problem
-from kda_tl.stage import BT_CHOICES
+from kda_tl.core.device import Device, cpu_device, current_device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import BT_CHOICES
 
 if TYPE_CHECKING:
-    from kda_tl.dispatch import Choice
-    from kda_tl.workloads import Workload
+    from kda_tl.bench.workloads import Workload
+    from kda_tl.runtime.dispatch import Choice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def open_database(directory: str | None) -> Iterator[None]:
         yield
         return
     from kda_tl.cli.db import load_directory
-    from kda_tl.db import use
+    from kda_tl.database.store import use
 
     with use(load_directory(directory)):
         yield
@@ -56,8 +56,8 @@ def open_database(directory: str | None) -> Iterator[None]:
 
 def choose_for(problem: Problem, device: Device, chunk_size: int | None = None) -> Choice:
     """What a call would run here; for a device that is elsewhere, what it would run with a compiler."""
-    from kda_tl.db import sources
-    from kda_tl.dispatch import choose, resolve
+    from kda_tl.database.store import sources
+    from kda_tl.runtime.dispatch import choose, resolve
 
     if device in (current_device(), cpu_device()):
         return choose(problem, device, chunk_size)

@@ -9,9 +9,9 @@ from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error, format_ratio, format_us, make_table
 from kda_tl.cli._problem import NOT_IN_KEYS, add_workload_arguments, read_numbers, read_workloads
-from kda_tl.db import Database, Entry, sources, stale_stages
-from kda_tl.lookup import TuningFile
-from kda_tl.records import Key, round_heads, round_tokens
+from kda_tl.database.lookup import TuningFile
+from kda_tl.database.records import Key, round_heads, round_tokens
+from kda_tl.database.store import Database, Entry, sources, stale_stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _has_numbers(file: TuningFile, key: Key, given: Mapping[str, Any]) -> bool:
 
 def _show_workloads(args: argparse.Namespace, terminal: Terminal) -> int:
     """Lists names, which tell their problems, and tags; as JSON with all numbers."""
-    from kda_tl.workloads import WORKLOADS
+    from kda_tl.bench.workloads import WORKLOADS
 
     workloads = read_workloads(args, [workload.name for workload in WORKLOADS])
     table = make_table("workload", "tags")

@@ -12,10 +12,10 @@ from kda_tl.cli._console import ExitCode, Terminal
 from kda_tl.cli._problem import add_workload_arguments, read_one_workload
 from kda_tl.cli._target import add_gpu_argument, find_one_known
 from kda_tl.cli.explain import choose_for, open_database
-from kda_tl.device import Device
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
 from kda_tl.errors import InputError
-from kda_tl.problem import Problem
-from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
 
 WORKLOAD = {"cpu": "cpu-safe-K32", "cuda": "safe-T8192-H32"}
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     with open_database(args.db):
         case, config = _choose(stage, problem, device, args)
     terminal.note(f"{stage.name} for {problem.key} on {device.slug}, BT={case.BT}, BC={case.BC}, {config}")
-    from kda_tl.kernel import compile_stage
+    from kda_tl.runtime.compile import compile_stage
 
     source = compile_stage(stage, case, config).source
     if terminal.json:
@@ -64,7 +64,7 @@ def _turn(problem: Problem, stage: Stage) -> Problem:
 
 def _choose(stage: Stage, problem: Problem, device: Device, args: argparse.Namespace) -> tuple[Case, Config]:
     """The geometry and config of the plan that serves, changed as asked."""
-    from kda_tl.dispatch import default_plan
+    from kda_tl.runtime.dispatch import default_plan
 
     plan = choose_for(problem, device, args.BT).plan or default_plan(problem, device)
     BT = args.BT or plan.BT

@@ -13,7 +13,7 @@ from kda_tl.cli._target import add_gpu_argument, find_here, suggest
 from kda_tl.errors import InputError
 
 if TYPE_CHECKING:
-    from kda_tl.workloads import Workload
+    from kda_tl.bench.workloads import Workload
 
 # Seconds a workload: the tag cpu then takes under three minutes, the tag tune on a GPU under 50.
 TIMEOUT_S = {"cpu": 75, "cuda": 120}
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
     device = find_here(args.gpu, args, static=True)
     workloads: Sequence[Workload] = choose_workloads(args, device.kind)
     if args.pipeline is not None:
-        from kda_tl.plan_search import require_pipeline
+        from kda_tl.tune.plan_search import require_pipeline
 
         require_pipeline(args.pipeline, workloads, args.stage)
     directory = _make_directory(args.db)
@@ -102,8 +102,8 @@ def choose_workloads(args: argparse.Namespace, kind: str) -> tuple[Workload, ...
 
 
 def _tune(args: argparse.Namespace, terminal: Terminal, workloads: Any, device: Any, directory: Path) -> Any:
-    from kda_tl import tuner
     from kda_tl.cli._progress import TuneProgress
+    from kda_tl.tune import tuner
 
     limit_s = args.timeout or TIMEOUT_S[device.kind]
     with TuneProgress(terminal, limit_s).running() as progress:
@@ -127,7 +127,7 @@ def _make_directory(given: str | None) -> Path:
     """The database to write, made now: better told before hours of search than after."""
     import tempfile
 
-    from kda_tl.db import writable_directory
+    from kda_tl.database.store import writable_directory
     from kda_tl.errors import DatabaseError
 
     directory = Path(given) if given else writable_directory()
@@ -146,7 +146,7 @@ def _make_directory(given: str | None) -> Path:
 def _keep_stale(workloads: Sequence[Any], device: Any, terminal: Terminal) -> Sequence[Any]:
     """The workloads whose own plan, in any database, was measured with other templates than today's."""
     from kda_tl import templates
-    from kda_tl.db import Key, sources, stale_stages
+    from kda_tl.database.store import Key, sources, stale_stages
 
     current = templates.fingerprints()
     stale = []

@@ -11,14 +11,14 @@ from kda_tl import templates
 from kda_tl.cli._console import ExitCode, Terminal, format_error, make_table, one_line
 from kda_tl.cli._problem import add_workload_arguments, read_numbers, read_workloads
 from kda_tl.cli._target import add_gpu_argument, find_here, find_known
-from kda_tl.device import Device
+from kda_tl.core.device import Device
 from kda_tl.errors import KdaTlError
 
 if TYPE_CHECKING:
-    from kda_tl.db import Database, Entry, Key
-    from kda_tl.lookup import TuningFile
-    from kda_tl.stage import Plan
-    from kda_tl.workloads import Workload
+    from kda_tl.bench.workloads import Workload
+    from kda_tl.core.stage import Plan
+    from kda_tl.database.lookup import TuningFile
+    from kda_tl.database.store import Database, Entry, Key
 
 TAGS = {"fwd": {"cpu": "cpu", "cuda": "tune"}, "bwd": {"cpu": "train-cpu", "cuda": "train"}}  # tuned on such devices
 RAGGED: dict[str, Any] = {"B": 2, "T": 97, "lengths": ()}  # ends inside a chunk of any size
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     database = _open_database(args.db)
     findings = list(_check_files(database, devices, args, terminal))
     for device in devices:
-        from kda_tl.kernel import require_compiler
+        from kda_tl.runtime.compile import require_compiler
 
         require_compiler(device)
         subjects = list(_default_subjects(device, chosen, static=args.static))
@@ -141,7 +141,7 @@ def _open_database(directory: str | None) -> Database:
         from kda_tl.cli.db import load_directory
 
         return load_directory(directory)
-    from kda_tl.db import sources
+    from kda_tl.database.store import sources
 
     return next(database for database in sources() if database.name == "packaged")
 
@@ -153,7 +153,7 @@ def _check_files(
 
     Compiled only, files of the devices' architectures are judged by their kernels, and others are not judged.
     """
-    from kda_tl.db import stale_stages, validate
+    from kda_tl.database.store import stale_stages, validate
 
     problems = validate(database.path)
     yield Finding(subject="database", check="valid", passed=not problems, detail=" ".join(problems))
@@ -192,8 +192,8 @@ def _default_subjects(device: Device, chosen: Sequence[Workload] = (), *, static
 
     Compiled only, one backward stands for all that are tuned: its kernels take half a minute on two cores.
     """
-    from kda_tl.dispatch import default_plan
-    from kda_tl.workloads import select
+    from kda_tl.bench.workloads import select
+    from kda_tl.runtime.dispatch import default_plan
 
     for direction, tags in TAGS.items():
         subjects: dict[Any, Subject] = {}
@@ -210,9 +210,9 @@ def _stored_subjects(
     database: Database, device: Device, direction: str, chosen: Sequence[Workload]
 ) -> tuple[list[Finding], list[Subject]]:
     """Plans stored for a device and a pass, if workloads were chosen those of theirs; unusable ones are findings."""
-    from kda_tl.db import Key
-    from kda_tl.dispatch import parse_plan
+    from kda_tl.database.store import Key
     from kda_tl.ops import load_all
+    from kda_tl.runtime.dispatch import parse_plan
 
     findings: list[Finding] = []
     found: list[Subject] = []
@@ -235,8 +235,8 @@ def _stored_subjects(
 
 def _served_subjects(database: Database, device: Device, chosen: Sequence[Workload]) -> Iterator[Subject]:
     """What the database serves to workloads that have no plan of their own in it."""
-    from kda_tl.dispatch import resolve
-    from kda_tl.lookup import EXACT
+    from kda_tl.database.lookup import EXACT
+    from kda_tl.runtime.dispatch import resolve
 
     for workload in chosen:
         choice = resolve(workload.problem(), device, (database,))
@@ -247,8 +247,8 @@ def _served_subjects(database: Database, device: Device, chosen: Sequence[Worklo
 
 def find_workload(entry: Entry, direction: str, operator: str = "chunk_kda") -> Workload:
     """The workload of a pass that an entry was tuned on; where the table has none, one of its buckets."""
-    from kda_tl.db import Key
-    from kda_tl.workloads import WORKLOADS, Workload
+    from kda_tl.bench.workloads import WORKLOADS, Workload
+    from kda_tl.database.store import Key
 
     key = entry.key
     for workload in WORKLOADS:
@@ -266,7 +266,7 @@ def find_workload(entry: Entry, direction: str, operator: str = "chunk_kda") -> 
 
 def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
     """The operator run with the plan, each way against the recurrence."""
-    from kda_tl.bench import plan_tolerance, torch_device
+    from kda_tl.bench.fixtures import plan_tolerance, torch_device
     from kda_tl.cli import _call
 
     w = subject.workload

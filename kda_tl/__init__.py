@@ -20,11 +20,11 @@ from kda_tl.errors import (
 
 if TYPE_CHECKING:
     from kda_tl import fla
-    from kda_tl.db import use
-    from kda_tl.dispatch import pin
+    from kda_tl.database.store import use
     from kda_tl.ops.entry import explain
     from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn
     from kda_tl.ops.kda import chunk_kda
+    from kda_tl.runtime.dispatch import pin
 
 __version__ = "0.1.0"
 
@@ -55,8 +55,8 @@ _LAZY = {
     "chunk_gdn": "kda_tl.ops.gated_delta_rule",
     "chunk_kda": "kda_tl.ops.kda",
     "explain": "kda_tl.ops.entry",
-    "pin": "kda_tl.dispatch",
-    "use": "kda_tl.db",
+    "pin": "kda_tl.runtime.dispatch",
+    "use": "kda_tl.database.store",
 }
 
 

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kda_tl.call import pose
-from kda_tl.dispatch import choose
+from kda_tl.core.toolchain import explain_missing
 from kda_tl.errors import KdaTlError, KdaTlWarning, UnsupportedError
 from kda_tl.ops import load_all
+from kda_tl.ops.call import pose
 from kda_tl.ops.entry import needs_gradients, settle
 from kda_tl.ops.operator import Operator
-from kda_tl.toolchain import explain_missing
+from kda_tl.runtime.dispatch import choose
 
 BACKEND = "kda_tl"
 SWITCH = "KDA_TL_FLA"

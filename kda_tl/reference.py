@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_tl.core.problem import BETAS, GATES
 from kda_tl.errors import InputError
-from kda_tl.problem import BETAS, GATES
 
 
 def activate_gate(

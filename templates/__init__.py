@@ -1,4 +1,4 @@
-"""Templates: one file a stage; the folder is the registry. The only code that imports tilelang."""
+"""Templates: one file a stage; the folders are the registry. The only code that imports tilelang."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ import pkgutil
 import re
 from typing import TYPE_CHECKING
 
+from kda_tl.core.toolchain import import_tilelang
 from kda_tl.errors import InputError
-from kda_tl.toolchain import import_tilelang
 
 if TYPE_CHECKING:
-    from kda_tl.stage import Stage
+    from kda_tl.core.stage import Stage
 
-_FROM = re.compile(rb"^[ \t]*from kda_tl\.templates\.(\w+) import", re.MULTILINE)
+_FROM = re.compile(rb"^[ \t]*from kda_tl\.templates\.(\w+)\.(\w+) import", re.MULTILINE)
 
 
 @functools.cache
+def _folders() -> dict[str, str]:
+    """Folder by stage: the modules of the folders here whose names start with a pass."""
+    folders = [m.name for m in pkgutil.iter_modules(__path__) if m.ispkg]
+    modules = [(m.name, f) for f in folders for m in pkgutil.iter_modules([f"{__path__[0]}/{f}"])]
+    return {name: f for name, f in sorted(modules) if name.startswith(("fwd_", "bwd_"))}
+
+
 def names() -> tuple[str, ...]:
-    """Names of all stages: the modules here whose names start with a pass."""
-    return tuple(m.name for m in pkgutil.iter_modules(__path__) if m.name.startswith(("fwd_", "bwd_")))
+    """Names of all stages."""
+    return tuple(_folders())
 
 
 @functools.cache
@@ -35,7 +42,7 @@ def load(name: str) -> Stage:
     if name not in names():
         raise InputError(f"there is no stage {name!r}: choose one of {', '.join(names())}.")
     import_tilelang()
-    stage: Stage = importlib.import_module(f"{__name__}.{name}").STAGE
+    stage: Stage = importlib.import_module(f"{__name__}.{_folders()[name]}.{name}").STAGE
     return stage
 
 
@@ -47,17 +54,14 @@ def fingerprint(name: str) -> str:
     """
     from importlib.resources import files
 
-    folder = files(__name__)
-    sources: dict[str, bytes] = {}
-    wanted = [name]
-    for module in wanted:
-        if module not in sources:
-            sources[module] = folder.joinpath(f"{module}.py").read_bytes()
-            wanted += [found.decode() for found in _FROM.findall(sources[module])]
-    digest = hashlib.sha256(sources.pop(name))
-    for _, source in sorted(sources.items()):
-        digest.update(source)
-    return digest.hexdigest()
+    sources: dict[tuple[str, str], bytes] = {}
+    wanted = [(_folders()[name], name)]
+    for folder, module in wanted:
+        if (folder, module) not in sources:
+            source = sources[folder, module] = files(__name__).joinpath(folder, f"{module}.py").read_bytes()
+            wanted += [(found[0].decode(), found[1].decode()) for found in _FROM.findall(source)]
+    first, *others = sources.values()
+    return hashlib.sha256(first + b"".join(sorted(others))).hexdigest()
 
 
 def fingerprints() -> dict[str, str]:

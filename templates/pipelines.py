@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from kda_tl.pipeline import Pipeline
-from kda_tl.toolchain import import_tilelang
+from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.toolchain import import_tilelang
 
 import_tilelang()  # or a sentence; the stages below would raise whatever a missing or broken TileLang raises
 
-from kda_tl.templates import (  # noqa: E402
+from kda_tl.templates.portable import (  # noqa: E402
     bwd_gate,
-    bwd_gradients,
-    bwd_heads,
     bwd_intra,
-    bwd_merge,
     bwd_output,
     bwd_qk,
     bwd_reduce,
-    bwd_resume,
-    bwd_scan,
-    bwd_segment,
     bwd_state,
     bwd_wy,
     fwd_gate,
     fwd_intra,
-    fwd_merge,
     fwd_output,
+    fwd_state,
+    fwd_wy,
+)
+from kda_tl.templates.sm90 import (  # noqa: E402
+    bwd_gradients,
+    bwd_heads,
+    bwd_merge,
+    bwd_resume,
+    bwd_scan,
+    bwd_segment,
+    fwd_merge,
     fwd_prep,
     fwd_recurrence,
     fwd_resume,
     fwd_segment,
-    fwd_state,
-    fwd_wy,
 )
 
 # Through memory: runs on every target, and each step can be looked at

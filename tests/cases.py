@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_tl import dispatch, templates
-from kda_tl.db import Entry, Key
-from kda_tl.dispatch import numerics_class
-from kda_tl.layout import make_layout
+from kda_tl import templates
+from kda_tl.core.layout import make_layout
+from kda_tl.core.problem import BETAS, GATES, LOWER_BOUND_RANGE, Problem
+from kda_tl.core.stage import Case, Plan
+from kda_tl.database.records import Check, Timing, VsDefault
+from kda_tl.database.store import Entry, Key
 from kda_tl.ops import load_all
-from kda_tl.problem import BETAS, GATES, LOWER_BOUND_RANGE, Problem
-from kda_tl.records import Check, Timing, VsDefault
 from kda_tl.reference import gradient_name, l2norm, recurrent_gradients, recurrent_kda, relative_error
-from kda_tl.stage import Case, Plan
+from kda_tl.runtime import dispatch
+from kda_tl.runtime.dispatch import numerics_class
 
 F64 = torch.float64
 LOWEST = LOWER_BOUND_RANGE[0]  # nats a token, of the safe gate
@@ -331,8 +332,8 @@ def forget_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without compilers, and as if nothing had been called before."""
     monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
     monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr("kda_tl.call._ready", {})
-    monkeypatch.setattr("kda_tl.call._warned", set())
+    monkeypatch.setattr("kda_tl.ops.call._ready", {})
+    monkeypatch.setattr("kda_tl.ops.call._warned", set())
 
 
 def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kda_tl import db, templates
-from kda_tl.device import Device, cpu_device
-from kda_tl.dispatch import default_plan, numerics_class
-from kda_tl.progress import WorkloadReport
-from kda_tl.records import Check, Entry, Key, Timing, VsDefault
-from kda_tl.search import Evaluation, SearchResult
-from kda_tl.stage import Plan
-from kda_tl.workloads import Workload, select
+from kda_tl import templates
+from kda_tl.bench.workloads import Workload, select
+from kda_tl.core.device import Device, cpu_device
+from kda_tl.core.stage import Plan
+from kda_tl.database import store as db
+from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
+from kda_tl.runtime.dispatch import default_plan, numerics_class
+from kda_tl.tune.events import WorkloadReport
+from kda_tl.tune.search import Evaluation, SearchResult
 
 ANSI = "\x1b"
 OLD = dict.fromkeys(templates.names(), "0" * 64)  # fingerprints of other templates

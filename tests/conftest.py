@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from kda_tl.device import Device
+    from kda_tl.core.device import Device
 
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
 # Files that take minutes begin first, or a process would be left with one of them at the end
@@ -87,7 +87,7 @@ def rng(seed: int) -> random.Random:
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """An empty directory for each source of tuning databases that has one, in place of this machine's own."""
-    from kda_tl import db
+    from kda_tl.database import store as db
 
     monkeypatch.setattr(db, "_user_directory", lambda: tmp_path / "user")
     monkeypatch.setattr(db, "_loaded", None)
@@ -99,7 +99,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pa
 @pytest.fixture
 def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory of ``$KDA_TL_DB``: no test of the command line reads or writes databases of whoever runs it."""
-    from kda_tl import db
+    from kda_tl.database import store as db
 
     directory = tmp_path / "db"
     directory.mkdir()
@@ -131,7 +131,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The GPU of this machine is an H200, as far as ``--gpu`` is concerned."""
-    from kda_tl.gpus import known_device
+    from kda_tl.database.gpus import known_device
 
     device = known_device("nvidia_h200")
     monkeypatch.setattr("kda_tl.cli._target.current_device", lambda: device)
@@ -141,6 +141,6 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU in this machine, as far as ``--gpu`` is concerned."""
-    from kda_tl.device import cpu_device
+    from kda_tl.core.device import cpu_device
 
     monkeypatch.setattr("kda_tl.cli._target.current_device", cpu_device)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kda_tl import db
-from kda_tl.db import Database, Entry, Key, lookup, store
-from kda_tl.device import Device
-from kda_tl.gpus import known_device
-from kda_tl.problem import Problem
-from kda_tl.records import Check, Timing, VsDefault
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.database import store as db
+from kda_tl.database.gpus import known_device
+from kda_tl.database.records import Check, Timing, VsDefault
+from kda_tl.database.store import Database, Entry, Key, lookup, store
 
 NAME = {"operator": "chunk_kda", "direction": "fwd"}
 H200 = known_device("nvidia_h200")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.kernel import Kernel, generate_source
-from kda_tl.stage import Case, Config, Stage
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.runtime.compile import Kernel, generate_source
 
 HEADER = Path(__file__).with_name("emulated.h")
 WRONG_NAMES = {"d_o": "do"}  # do is a word of C
@@ -67,7 +67,7 @@ class EmulatedKernel(Kernel):
         return [other for other in known if other not in named][unnamed.index(name)]
 
     def launch(self, tensors: Mapping[str, Any], outputs: Sequence[Tensor | None], device: torch.device) -> None:
-        """See :meth:`kda_tl.kernel.Kernel.launch`."""
+        """See :meth:`kda_tl.runtime.compile.Kernel.launch`."""
         given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
         given |= {"NT": len(given["chunk_tokens"]), "tokens": len(given["q"])}
         arguments: list[Any] = [ctypes.c_int(given["NT"] * self.case.problem.HV)]

@@ -9,15 +9,15 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.bench import Bench
-from kda_tl.contest import Run, load_known
-from kda_tl.crew import Crew
-from kda_tl.device import cpu_device
-from kda_tl.pipeline import Pipeline
-from kda_tl.progress import OnEvent
-from kda_tl.stage import Case, Config, Cost, Stage, axis
-from kda_tl.stage_search import tune_stage
-from kda_tl.workloads import Workload
+from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import cpu_device
+from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis
+from kda_tl.tune.events import OnEvent
+from kda_tl.tune.pool import Crew
+from kda_tl.tune.session import Run, load_known
+from kda_tl.tune.stage_search import tune_stage
 
 INPUTS = {"g": "tokens HV K : g"}
 OUTPUTS = {"o": "tokens HV K : f32"}

@@ -20,17 +20,17 @@ from cases import LOWEST, TENSORS, Call, draw_backward, draw_call, operator_argu
 from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
-from kda_tl.db import Entry, sources
-from kda_tl.device import Device, cuda_device
-from kda_tl.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
+from kda_tl.core.device import Device, cuda_device
+from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case, Config, Plan, Stage
+from kda_tl.database.store import Entry, sources
 from kda_tl.errors import CompileError
-from kda_tl.isolate import WorkerFailure, map_pool
-from kda_tl.kernel import compile_stage
 from kda_tl.ops import load_all
-from kda_tl.pipeline import Pipeline
-from kda_tl.problem import Problem
-from kda_tl.stage import Case, Config, Plan, Stage
+from kda_tl.runtime.compile import compile_stage
+from kda_tl.runtime.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.tune.isolate import WorkerFailure, map_pool
 
 # bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest
 TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 2e-4}

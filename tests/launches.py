@@ -9,13 +9,13 @@ from cases import F64, TORCH, Call
 from torch import Tensor
 
 from kda_tl import templates
-from kda_tl.kernel import Kernel, compile_stage
-from kda_tl.layout import make_layout
-from kda_tl.measure import weight_of
-from kda_tl.pipeline import RESULTS, Pipeline
+from kda_tl.bench.timing import weight_of
+from kda_tl.core.layout import make_layout
+from kda_tl.core.pipeline import RESULTS, Pipeline
+from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.reference import relative_error
-from kda_tl.stage import Case, Config, Stage
-from kda_tl.static import StaticJob
+from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.tune.compile_only import StaticJob
 
 GUARD = 64  # elements of NaN before and after a tensor
 

@@ -20,13 +20,13 @@ from cases import SMALL, draw_backward, draw_call
 from launches import run_references, sizes_of
 
 from kda_tl import templates
-from kda_tl.device import cuda_device
-from kda_tl.dispatch import default_plan
-from kda_tl.isolate import map_pool
-from kda_tl.kernel import Kernel, compile_stage
-from kda_tl.problem import Problem
-from kda_tl.stage import Case, Config, Stage
+from kda_tl.core.device import cuda_device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.runtime.dispatch import default_plan
 from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.tune.isolate import map_pool
 
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")

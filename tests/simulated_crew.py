@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
-from kda_tl import crew, screening, stage_search, tuner
-from kda_tl.isolate import PENDING
-from kda_tl.journal import Outcome
-from kda_tl.stage import Plan
-from kda_tl.trial import CompileJob, HashJob, IdentifyJob, PlanContest, PlanTrial, Rounds, StageContest, StageTrial
+from kda_tl.core.stage import Plan
+from kda_tl.tune import pool, screening, stage_search, tuner
+from kda_tl.tune.isolate import PENDING
+from kda_tl.tune.journal import Outcome
+from kda_tl.tune.requests import (
+    CompileJob,
+    HashJob,
+    IdentifyJob,
+    PlanContest,
+    PlanTrial,
+    Rounds,
+    StageContest,
+    StageTrial,
+)
 
 START_S, COMPILE_S = 6.0, 8.0
 SECONDS = {"IdentifyJob": 0.2, "PlanTrial": 1.5, "Prepare": 2.0, "StageTrial": 0.3, "StageContest": 1.0, "HashJob": 0.0}
@@ -122,9 +131,9 @@ def simulate(
         busy = [worker.done_at for worker in workers if worker.request is not None]
         clock.now = max(clock.now, min([clock.now + 0.2, *busy]))
 
-    patch.setattr(crew, "IsolatedWorker", lambda *_: SimulatedWorker(simulation))
-    patch.setattr(crew, "wait_any", wait_any)
-    for module in (crew, screening, stage_search, tuner):
+    patch.setattr(pool, "IsolatedWorker", lambda *_: SimulatedWorker(simulation))
+    patch.setattr(pool, "wait_any", wait_any)
+    for module in (pool, screening, stage_search, tuner):
         if hasattr(module, "time"):
             patch.setattr(module, "time", clock)
     patch.setattr(tuner, "require_compiler", lambda device: None)

@@ -31,14 +31,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import kda_tl
-from kda_tl import dispatch
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.dispatch import default_plan
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.problem import GATES, Problem
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
-from kda_tl.kernel import Kernel
 from kda_tl.ops.kda import chunk_kda
-from kda_tl.problem import GATES, Problem
 from kda_tl.reference import relative_error
+from kda_tl.runtime import dispatch
+from kda_tl.runtime.compile import Kernel
+from kda_tl.runtime.dispatch import default_plan
 
 CPU = cpu_device()
 # fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each
@@ -347,10 +347,10 @@ def test_without_a_plan_of_those_chunks_they_are_made_again(
             raise InputError("no room")
         return choose(problem, device, 16 if problem.direction == "bwd" else chunk_size)
 
-    monkeypatch.setattr("kda_tl.call.choose", choose_short)
-    kda_tl.call._choose_chunks.cache_clear()
+    monkeypatch.setattr("kda_tl.ops.call.choose", choose_short)
+    kda_tl.ops.call._choose_chunks.cache_clear()
     assert_right(draw_call(SMALL, (70,), seed, varlen=False), disable_recompute=True)
-    kda_tl.call._choose_chunks.cache_clear()
+    kda_tl.ops.call._choose_chunks.cache_clear()
     assert launched.count("fwd_state") == 2
 
 

@@ -13,27 +13,14 @@ import torch
 from cases import F64, Call, draw_backward, draw_call, draw_extreme, draw_lengths, draw_problem
 from launches import run_references, sizes_of
 
-from kda_tl.device import cpu_device
-from kda_tl.pipeline import Pipeline
-from kda_tl.problem import BETAS, GATES
+from kda_tl.core.device import cpu_device
+from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.problem import BETAS, GATES
+from kda_tl.core.stage import BT_CHOICES, Case, Stage, TensorSpec, static_sizes
 from kda_tl.reference import relative_error
-from kda_tl.stage import BT_CHOICES, Case, Stage, TensorSpec, static_sizes
-from kda_tl.templates import (
-    bwd_gate,
-    bwd_gradients,
-    bwd_heads,
-    bwd_intra,
-    bwd_merge,
-    bwd_output,
-    bwd_qk,
-    bwd_reduce,
-    bwd_resume,
-    bwd_scan,
-    bwd_segment,
-    bwd_state,
-    bwd_wy,
-)
 from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.templates.portable import bwd_gate, bwd_intra, bwd_output, bwd_qk, bwd_reduce, bwd_state, bwd_wy
+from kda_tl.templates.sm90 import bwd_gradients, bwd_heads, bwd_merge, bwd_resume, bwd_scan, bwd_segment
 
 CPU = cpu_device()
 EXACT = 1e-9

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cases import OPERATOR
 
+from kda_tl.bench.workloads import Workload, select
 from kda_tl.cli import _chart as chart
 from kda_tl.cli import main
 from kda_tl.cli._console import to_json
@@ -24,10 +25,9 @@ from kda_tl.cli._floor import Ceilings, Row
 from kda_tl.cli._peers import _activate_before, find_versions
 from kda_tl.cli._report import Report, read_report
 from kda_tl.cli._timing import CallRow, Result
+from kda_tl.core.problem import GATES
 from kda_tl.errors import InputError
-from kda_tl.problem import GATES
 from kda_tl.reference import recurrent_kda, relative_error
-from kda_tl.workloads import Workload, select
 
 FORWARD = select(["forward"])
 CEILINGS = Ceilings(bytes_per_s=4e12, flops_per_s=8e14, dtype="bfloat16")

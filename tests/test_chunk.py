@@ -28,17 +28,18 @@ from cases import (
 from torch import Tensor
 
 import kda_tl
-from kda_tl import call as call_module
-from kda_tl import db, dispatch
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.dispatch import default_plan
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Plan
+from kda_tl.database import store as db
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.ops import call as call_module
 from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda
-from kda_tl.problem import Problem
-from kda_tl.program import Program
 from kda_tl.reference import relative_error
-from kda_tl.stage import Plan
+from kda_tl.runtime import dispatch
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.program import Program
 
 CPU = cpu_device()
 # States are computed and returned in fp32: an exponent of 64 * 5 nats is held to 2^-16. Outputs are rounded to io once.

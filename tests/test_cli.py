@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kda_tl.cli import COMMANDS, doctor
 from kda_tl.cli._console import make_table
-from kda_tl.device import Device
+from kda_tl.core.device import Device
 
 HELP_BUDGET_S = 0.3  # beyond starting Python
 pytestmark = pytest.mark.usefixtures("own_database")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_cases import BACKWARD_PLAN, CPU, SMALL, SMALL_BACKWARD, Run
 
-from kda_tl.bench import torch_device
+from kda_tl.bench.fixtures import torch_device
 from kda_tl.cli._peers import find_peers
 
 pytestmark = pytest.mark.usefixtures("own_database")

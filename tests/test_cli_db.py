@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from database_cases import H200, edit, make_entry, make_key
 
-from kda_tl import db, templates
+from kda_tl import templates
 from kda_tl.cli import main
-from kda_tl.device import cpu_device
-from kda_tl.dispatch import default_plan, numerics_class, pipeline_defaults
-from kda_tl.problem import Problem
-from kda_tl.records import Entry, Key
-from kda_tl.stage import BT_CHOICES, Case, Plan
+from kda_tl.core.device import cpu_device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import BT_CHOICES, Case, Plan
+from kda_tl.database import store as db
+from kda_tl.database.records import Entry, Key
+from kda_tl.runtime.dispatch import default_plan, numerics_class, pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES
 
 PROBLEM = Problem(H=32, HV=32, K=128, V=128, tokens=8192, gate="safe")

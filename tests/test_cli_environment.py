@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kda_tl import tuner
 from kda_tl.cli import COMMANDS, main, show
-from kda_tl.device import cpu_device, find_compiler
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.tune import tuner
 
 needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")

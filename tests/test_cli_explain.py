@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from cli_cases import CPU, OLD, SMALL, Run, make_entry, store
 
-from kda_tl import dispatch
-from kda_tl.gpus import known_device
-from kda_tl.workloads import select
+from kda_tl.bench.workloads import select
+from kda_tl.database.gpus import known_device
+from kda_tl.runtime import dispatch
 
 pytestmark = pytest.mark.usefixtures("own_database")
 

@@ -16,14 +16,14 @@ import torch
 from cases import OPERATOR
 from cli_cases import CPU, SMALL, Run, make_entry, store
 
-from kda_tl.bench import _recurrence, operator_tensors
+from kda_tl.bench.fixtures import _recurrence, operator_tensors
+from kda_tl.bench.workloads import WORKLOADS, Workload, draw_gradients, select
 from kda_tl.cli._problem import NOT_IN_KEYS, change_workload, read_workloads
-from kda_tl.dispatch import default_plan
+from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
+from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.gpus import known_device
-from kda_tl.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
 from kda_tl.reference import gradient_name, recurrent_gradients, recurrent_kda
-from kda_tl.workloads import WORKLOADS, Workload, draw_gradients, select
+from kda_tl.runtime.dispatch import default_plan
 
 COMMANDS = ("tune", "bench", "verify", "explain", "source", "show")
 OPTIONS = {

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from kda_tl.cli._console import Terminal
 from kda_tl.cli._progress import TuneProgress
-from kda_tl.dispatch import default_plan
-from kda_tl.journal import Outcome
-from kda_tl.progress import (
+from kda_tl.database.records import VsDefault
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.tune.events import (
     Event,
     Geometry,
     GeometryScreened,
@@ -31,8 +31,8 @@ from kda_tl.progress import (
     WorkloadDone,
     WorkloadStarted,
 )
-from kda_tl.records import VsDefault
-from kda_tl.search import Evaluation
+from kda_tl.tune.journal import Outcome
+from kda_tl.tune.search import Evaluation
 
 PLAN = default_plan(SMALL.problem(), CPU)
 CONFIG = PLAN.config("fwd_state")

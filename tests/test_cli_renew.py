@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from cli_cases import CPU, SMALL, Run, make_entry, spawn, store
 
-from kda_tl import db, kernel, templates
+from kda_tl import templates
 from kda_tl.cli import _compile
-from kda_tl.gpus import known_device
-from kda_tl.stage import Case, Stage
-from kda_tl.trial import HashJob
+from kda_tl.core.stage import Case, Stage
+from kda_tl.database import store as db
+from kda_tl.database.gpus import known_device
+from kda_tl.runtime import compile as compile_module
+from kda_tl.tune.requests import HashJob
 
 HASH = """
 from test_cli_renew import hash_all
@@ -36,7 +38,7 @@ def hash_all() -> list[str]:
         stage = templates.load(name)
         workload = replace(SMALL, dtype="fp32" if device is CPU else "bf16")
         case = Case(problem=workload.problem(), device=device, BT=BT, BC=16)
-        found.append(kernel.hash_kernel(stage, case, stage.default(case)))
+        found.append(compile_module.hash_kernel(stage, case, stage.default(case)))
     return found
 
 
@@ -51,17 +53,17 @@ def test_a_hash_is_of_the_text_and_the_settings(monkeypatch: pytest.MonkeyPatch)
     """Lowered or compiled; of no lengths, which kernels take at the call."""
     stage = templates.load("fwd_gate")
     case = Case(problem=SMALL.problem(), device=CPU, BT=16, BC=16)
-    monkeypatch.setattr(kernel, "_kernels", {})
-    lowered = kernel.hash_kernel(stage, case, stage.default(case))
-    compiled = kernel.compile_stage(stage, case, stage.default(case))
-    assert kernel._kernels and lowered == kernel.hash_kernel(stage, case, stage.default(case))
-    assert compiled.source == kernel.generate_source(stage, case, stage.default(case))
+    monkeypatch.setattr(compile_module, "_kernels", {})
+    lowered = compile_module.hash_kernel(stage, case, stage.default(case))
+    compiled = compile_module.compile_stage(stage, case, stage.default(case))
+    assert compile_module._kernels and lowered == compile_module.hash_kernel(stage, case, stage.default(case))
+    assert compiled.source == compile_module.generate_source(stage, case, stage.default(case))
     longer = replace(case, problem=replace(SMALL, T=1000).problem())
-    assert kernel.hash_kernel(stage, longer, stage.default(case)) == lowered
+    assert compile_module.hash_kernel(stage, longer, stage.default(case)) == lowered
     wider = replace(case, problem=replace(SMALL, K=SMALL.K * 2).problem())
-    assert kernel.hash_kernel(stage, wider, stage.default(case)) != lowered
-    monkeypatch.setattr(kernel, "_pass_configs", lambda stage, case: {"tl.enable_fast_math": False})
-    assert kernel.hash_kernel(stage, case, stage.default(case)) != lowered
+    assert compile_module.hash_kernel(stage, wider, stage.default(case)) != lowered
+    monkeypatch.setattr(compile_module, "_pass_configs", lambda stage, case: {"tl.enable_fast_math": False})
+    assert compile_module.hash_kernel(stage, case, stage.default(case)) != lowered
 
 
 def test_buffers_of_one_name_are_numbered_by_use() -> None:
@@ -70,7 +72,7 @@ def test_buffers_of_one_name_are_numbered_by_use() -> None:
         f"  void* {name} = ((void*)((char*)buf_dyn_shmem + {at}));\n"
         for at, name in enumerate(("x", "tile", "tile_1", "v_2"))
     )
-    settle = kernel._settle_names
+    settle = compile_module._settle_names
     text = settle(f"{head}f(tile, x); f(tile_1, v_2); g(tile, v);")
     assert text == settle(f"{head}f(tile_1, x); f(tile, v_2); g(tile_1, v);")
     assert text.startswith(head) and text.endswith("g(tile#0, v);")
@@ -91,7 +93,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             yield index, job.run() if isinstance(job, HashJob) else 1.0
 
     monkeypatch.setattr(_compile, "map_pool", run_here)
-    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(compile_module, "_kernels", {})
     return found
 
 
@@ -103,9 +105,10 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     monkeypatch.setattr("importlib.resources.files", lambda name: folder if name == "kda_tl.templates" else find(name))
 
     def edit(old: str, new: str) -> None:
-        text = (folder / "fwd_gate.py").read_text()
+        file = folder / "portable/fwd_gate.py"
+        text = file.read_text()
         assert old in text
-        (folder / "fwd_gate.py").write_text(text.replace(old, new, 1))
+        file.write_text(text.replace(old, new, 1))
         templates.fingerprint.cache_clear()
 
     yield edit

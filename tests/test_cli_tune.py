@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, SPAWN_ENV, Run, make_entry, make_report, store
 
-from kda_tl import db
+from kda_tl.bench.workloads import select
 from kda_tl.cli import _call as call
 from kda_tl.cli import _tuned
-from kda_tl.device import Device
-from kda_tl.dispatch import default_plan
+from kda_tl.core.device import Device
+from kda_tl.database import store as db
+from kda_tl.database.records import VsDefault
 from kda_tl.errors import CompileError
-from kda_tl.progress import TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
-from kda_tl.records import VsDefault
-from kda_tl.workloads import select
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.tune.events import TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
 
 pytestmark = pytest.mark.usefixtures("own_database")
 
@@ -46,7 +46,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
                 device=device, workloads=tuple(reports), journals=(options["db_dir"] / "trials.jsonl",), seconds=2.0
             )
 
-        monkeypatch.setattr("kda_tl.tuner.tune", tune)
+        monkeypatch.setattr("kda_tl.tune.tuner.tune", tune)
         return seen
 
     return put
@@ -140,7 +140,7 @@ def test_tune_goes_on_when_one_workload_fails(
         path = db.store(directory, CPU, "chunk_kda", "fwd", [entry])
         return replace(report, default=default_plan(good.problem(), CPU), entry=entry, path=path)
 
-    monkeypatch.setattr("kda_tl.tuner.tune_plan", tune_plan)
+    monkeypatch.setattr("kda_tl.tune.tuner.tune_plan", tune_plan)
     monkeypatch.setattr(_tuned, "serve", lambda *_: make_served())
     code, out, err = run("tune", "--gpu", "cpu")
     assert code == 4

@@ -16,11 +16,11 @@ from cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, Run, make_entry, store
 from kda_tl.cli import _call as call
 from kda_tl.cli import _regression as regression
 from kda_tl.cli import verify
-from kda_tl.dispatch import default_plan
-from kda_tl.gpus import known_device
-from kda_tl.isolate import WorkerFailure
-from kda_tl.stage import Plan
-from kda_tl.trial import HashJob
+from kda_tl.core.stage import Plan
+from kda_tl.database.gpus import known_device
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.tune.isolate import WorkerFailure
+from kda_tl.tune.requests import HashJob
 
 pytestmark = pytest.mark.usefixtures("own_database")
 
@@ -121,11 +121,11 @@ def test_verify_fails_for_a_kernel_that_does_not_compile(
             yield index, WorkerFailure("ptxas does not like it") if bad else result
 
     monkeypatch.setattr("kda_tl.cli._compile.map_pool", compile_all)
-    monkeypatch.setattr("kda_tl.kernel.require_compiler", lambda device: None)
+    monkeypatch.setattr("kda_tl.runtime.compile.require_compiler", lambda device: None)
     monkeypatch.setattr(call, "measure_errors", lambda *_: {"o": 0.0})
     h200 = known_device("nvidia_h200")
     monkeypatch.setattr("kda_tl.cli._target.current_device", lambda: h200)
-    monkeypatch.setattr("kda_tl.bench.torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr("kda_tl.bench.fixtures.torch_device", lambda device: torch.device("cpu"))
     plan = default_plan(SMALL.problem(), h200, BT=32)
     store(own_database, h200, make_entry(SMALL, h200, plan=plan))
     argv = ("verify", "--gpu", "h200", "--db", own_database, "--workload", SMALL.name)
@@ -285,6 +285,6 @@ def test_verify_time_leaves_out_what_cannot_be_slower_or_told(
 
 
 def test_no_compiler_is_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kda_tl.kernel.find_compiler", lambda device: None)
+    monkeypatch.setattr("kda_tl.runtime.compile.find_compiler", lambda device: None)
     code, _, err = run("verify", "--gpu", "cpu")
     assert code == 3 and "install a C++ compiler" in err

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from database_cases import H200, edit, find, make_database, make_entry, make_key
 
-from kda_tl import db
-from kda_tl.db import Database, Entry, Key, store, use, validate
-from kda_tl.db_file import Document, Gpu
-from kda_tl.device import Device, cpu_device
+from kda_tl.core.device import Device, cpu_device
+from kda_tl.core.problem import Problem
+from kda_tl.database import store as db
+from kda_tl.database.file import Document, Gpu
+from kda_tl.database.gpus import known_device, resolve_gpu
+from kda_tl.database.records import round_heads, round_tokens
+from kda_tl.database.staleness import list_unproved, renew, stale_stages
+from kda_tl.database.store import Database, Entry, Key, store, use, validate
 from kda_tl.errors import DatabaseError, InputError, KdaTlWarning
-from kda_tl.gpus import known_device, resolve_gpu
-from kda_tl.problem import Problem
-from kda_tl.records import round_heads, round_tokens
-from kda_tl.staleness import list_unproved, renew, stale_stages
 
 FOLDER = Path(__file__).parents[1] / "tuning_db"
 
@@ -123,7 +123,7 @@ def test_records_of_before_the_key_had_gate_width_and_rank(tmp_path: Path) -> No
 
 
 def test_stored_plan_form_is_the_one_plans_write() -> None:
-    from kda_tl.stage import Config, Plan
+    from kda_tl.core.stage import Config, Plan
 
     plan = Plan(pipeline="staged", BT=64, BC=16, stages=(("fwd_state", Config()),))
     assert make_entry(make_key()).plan.keys() == plan.as_dict().keys()

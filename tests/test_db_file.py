@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from database_cases import A100, H200, edit, find, make_database, make_entry, make_key
 
-from kda_tl import db
-from kda_tl.db import Database, store, validate
+from kda_tl.database import store as db
+from kda_tl.database.records import VsDefault
+from kda_tl.database.store import Database, store, validate
 from kda_tl.errors import DatabaseError, KdaTlWarning
-from kda_tl.records import VsDefault
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -15,7 +15,7 @@ from cases import SMALL, draw_backward, draw_call, operator_arguments
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kda_tl.device import cpu_device, find_compiler
+from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.ops.kda import chunk_kda
 
 pytestmark = [

@@ -15,10 +15,15 @@ import pytest
 from cases import make_entry
 
 import kda_tl
-from kda_tl import db, dispatch
-from kda_tl.db import Database, Entry
-from kda_tl.device import Device, cpu_device
-from kda_tl.dispatch import (
+from kda_tl.core.device import Device, cpu_device
+from kda_tl.core.problem import DTYPES, Problem
+from kda_tl.core.stage import BT_CHOICES, Case, Plan
+from kda_tl.database import store as db
+from kda_tl.database.gpus import known_device
+from kda_tl.database.store import Database, Entry
+from kda_tl.errors import InputError, KdaTlWarning
+from kda_tl.runtime import dispatch
+from kda_tl.runtime.dispatch import (
     DEFAULT_PIPELINES,
     Pin,
     choose,
@@ -29,12 +34,8 @@ from kda_tl.dispatch import (
     pipeline_defaults,
     resolve,
 )
-from kda_tl.errors import InputError, KdaTlWarning
-from kda_tl.gpus import known_device
-from kda_tl.problem import DTYPES, Problem
-from kda_tl.stage import BT_CHOICES, Case, Plan
-from kda_tl.templates.fwd_recurrence import FwdRecurrenceConfig
 from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.templates.sm90.fwd_recurrence import FwdRecurrenceConfig
 
 H200 = known_device("nvidia_h200")
 H100 = known_device("nvidia_h100_80gb_hbm3")

@@ -23,12 +23,12 @@ from emulate import EmulatedKernel
 from launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
-from kda_tl.db import Database, stale_stages
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.gpus import known_device
-from kda_tl.problem import GATES
-from kda_tl.records import Entry
-from kda_tl.stage import Case
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.problem import GATES
+from kda_tl.core.stage import Case
+from kda_tl.database.gpus import known_device
+from kda_tl.database.records import Entry
+from kda_tl.database.store import Database, stale_stages
 from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from database_cases import A100, H200, find, make_database, make_entry, make_key
 
-from kda_tl import db, gpus, journal
-from kda_tl.db_file import MAX_FILE_BYTES
+from kda_tl.core.files import open_regular, read_regular
+from kda_tl.database import gpus
+from kda_tl.database import store as db
+from kda_tl.database.file import MAX_FILE_BYTES
 from kda_tl.errors import DatabaseError, KdaTlWarning
-from kda_tl.files import open_regular, read_regular
-from kda_tl.journal import Journal, Trial
+from kda_tl.tune import journal
+from kda_tl.tune.journal import Journal, Trial
 
 pytestmark = pytest.mark.timeout(30)  # what waits for a FIFO waits for ever
 PAGEMAP = Path("/proc/self/pagemap")  # regular and of no size, but longer than any file

@@ -26,13 +26,13 @@ from cases import OPERATOR, draw_call, operator_arguments
 
 import kda_tl
 from kda_tl import fla
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.dispatch import Choice
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops import load_all
 from kda_tl.ops.kda import chunk_kda
-from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
+from kda_tl.runtime.dispatch import Choice
 
 SMALL = replace(cases.SMALL, state_v_first=True)
 PACKED = (3, 0, 70, 1)
@@ -525,7 +525,7 @@ class OnGpu(torch.Tensor):
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> dict[str, Any]:
-    monkeypatch.setattr("kda_tl.call.cuda_device", lambda index: cpu_device())
+    monkeypatch.setattr("kda_tl.ops.call.cuda_device", lambda index: cpu_device())
     arguments = arguments_of(SMALL, seed)
     return arguments | {"q": arguments["q"].as_subclass(OnGpu)}
 

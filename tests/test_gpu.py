@@ -44,14 +44,14 @@ from gpu_cases import (
 
 import kda_tl
 from kda_tl import templates
-from kda_tl.dispatch import choose
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Plan, Stage
 from kda_tl.errors import InputError
 from kda_tl.ops import load_all
 from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda
-from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
-from kda_tl.stage import Plan, Stage
+from kda_tl.runtime.dispatch import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 

@@ -29,8 +29,8 @@ from gpu_cases import (
 )
 from torch import Tensor
 
-from kda_tl.dispatch import pin
 from kda_tl.ops import load_all
+from kda_tl.runtime.dispatch import pin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 
@@ -58,7 +58,7 @@ BESIDE_THE_GATE = ("q", "k", "v", "beta", "initial_state")
 def defaults_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test comes after the compilation; plans are the defaults that were compiled, or pinned."""
     compile_all()
-    monkeypatch.setattr("kda_tl.dispatch.sources", lambda: ())
+    monkeypatch.setattr("kda_tl.runtime.dispatch.sources", lambda: ())
     yield
 
 

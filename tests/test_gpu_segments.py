@@ -45,7 +45,7 @@ CUTTING = {
 def defaults_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test comes after the compilation; plans are the defaults that were compiled, or pinned."""
     compile_all()
-    monkeypatch.setattr("kda_tl.dispatch.sources", lambda: ())
+    monkeypatch.setattr("kda_tl.runtime.dispatch.sources", lambda: ())
     yield
 
 

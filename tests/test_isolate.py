@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from kda_tl.errors import InputError, KdaTlError
-from kda_tl.isolate import IsolatedWorker, WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout, map_pool
+from kda_tl.tune.isolate import IsolatedWorker, WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout, map_pool
 
 EVAL = "builtins:eval"
 PID = "__import__('os').getpid()"
@@ -214,7 +214,7 @@ def test_an_interrupted_call_does_not_answer_the_next(worker: IsolatedWorker) ->
 
 COORDINATOR = """
 import sys
-from kda_tl.isolate import IsolatedWorker
+from kda_tl.tune.isolate import IsolatedWorker
 idle = IsolatedWorker("builtins:eval", 100)
 busy = IsolatedWorker("builtins:eval", 100)
 idle.call(sys.argv[1])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kda_tl.errors import DatabaseError, InputError, KdaTlWarning
-from kda_tl.journal import STATUSES, Journal, Outcome, Trial
+from kda_tl.tune.journal import STATUSES, Journal, Outcome, Trial
 
 
 def make_trial(number: int = 0, **changes: Any) -> Trial:

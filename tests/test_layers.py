@@ -7,31 +7,31 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LAYERS = (  # part of kda_tl; "__init__" is kda_tl itself, which only gathers the public names
-    "problem device errors files packages plain toolchain reference tuning_db",
-    "stage pipeline layout db db_file records staleness lookup validation gpus journal",
-    "templates",
-    "kernel ffi replay program dispatch measure isolate worker",
-    "ops call autograd opaque fla __init__",
-    "workloads bench trial contest crew progress tuner screening forecast search propose stage_search plan_search"
-    " static",
-    "cli",
-)
-LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts.split()}
-COMPILES = {"kernel", "toolchain"}  # may import tilelang, inside a function
+# Folders and modules of kda_tl, lowest first; those of one floor do not import each other
+ROOMS = "errors | core tuning_db | reference | database templates | runtime | ops | fla | kda_tl | bench | tune | cli"
+TEMPLATES = "common | portable | sm90 | templates pipelines"
+COMPILES = {"kda_tl.runtime.compile", "kda_tl.core.toolchain"}  # may import tilelang, inside a function
 
-PACKAGES = {"kda_tl": "kda_tl", "kda_tl/ops": "kda_tl.ops"} | {
-    name: f"kda_tl.{name}" for name in ("templates", "tuning_db", "cli")
-}
+FOLDERS = {"kda_tl": "kda_tl"} | {name: f"kda_tl.{name}" for name in ("templates", "tuning_db", "cli")}
 TREES = {
-    f"{package}.{path.stem}".removesuffix(".__init__"): ast.parse(path.read_text(), str(path))
-    for folder, package in PACKAGES.items()
-    for path in sorted((ROOT / folder).glob("*.py"))
+    ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]).removesuffix(".__init__"): ast.parse(
+        path.read_text(), str(path)
+    )
+    for folder, package in FOLDERS.items()
+    for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
 
-def part_of(module: str) -> str:
-    return [*module.split("."), "__init__"][1]
+def room_of(module: str, depth: int = 1) -> str:
+    """A folder or module directly in a package; the package itself for its ``__init__``."""
+    return module.split(".")[: depth + 1][-1]
+
+
+def points_down(a: str, b: str, order: str, depth: int) -> bool:
+    """Whether a's room is b's, or above it."""
+    floors = {room: floor for floor, rooms in enumerate(order.split("|")) for room in rooms.split()}
+    a, b = room_of(a, depth), room_of(b, depth)
+    return a == b or floors[a] > floors[b]
 
 
 def imports(*nodes: ast.AST) -> set[str]:
@@ -48,23 +48,26 @@ IMPORTS = {module: {n for n in imports(*ast.walk(tree)) if n in TREES} - {module
 
 
 def test_imports_point_down() -> None:
-    unknown = {part_of(module) for module in TREES} - set(LAYER)
-    assert not unknown, f"put these modules into LAYERS of tests/test_layers.py: {', '.join(sorted(unknown))}"
     for module, names in IMPORTS.items():
         for name in names:
-            a, b = part_of(module), part_of(name)
-            assert LAYER[a] >= LAYER[b], f"{module} imports {name}, which is above it"
-    library = {module: names for module, names in IMPORTS.items() if part_of(module) != "cli"}
-    TopologicalSorter(library).prepare()  # raises CycleError: modules of one layer may not import in a circle
+            assert points_down(module, name, ROOMS, 1), f"{module} imports {name}, which is above it"
+            if room_of(module) == room_of(name) == "templates":
+                assert points_down(module, name, TEMPLATES, 2), f"{module} imports {name}, which is above it"
+    library = {module: names for module, names in IMPORTS.items() if room_of(module) != "cli"}
+    TopologicalSorter(library).prepare()  # raises CycleError: modules of one room may not import in a circle
+
+
+def test_the_public_face_is_small() -> None:
+    assert len(list((ROOT / "kda_tl").glob("*.py"))) <= 6, "put the module into a room"
 
 
 def test_only_templates_import_tilelang() -> None:
     for module, tree in TREES.items():
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         lazy = {node for function in functions for node in ast.walk(function)}
-        strict = [node for node in ast.walk(tree) if part_of(module) not in COMPILES or node not in lazy]
+        strict = [node for node in ast.walk(tree) if module not in COMPILES or node not in lazy]
         found = {name.split(".")[0] for name in imports(*strict)} & {"tilelang", "tvm"}
-        assert not found or part_of(module) == "templates", f"{module} imports tilelang"
+        assert not found or room_of(module) == "templates", f"{module} imports tilelang"
 
 
 def test_library_neither_asserts_nor_prints() -> None:
@@ -73,4 +76,4 @@ def test_library_neither_asserts_nor_prints() -> None:
             asserts = isinstance(node, ast.Assert)
             prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not asserts, f"{module}:{node.lineno} asserts: raise an error of kda_tl.errors"
-            assert not prints or part_of(module) == "cli", f"{module}:{node.lineno} prints: only cli/ does"
+            assert not prints or room_of(module) == "cli", f"{module}:{node.lineno} prints: only cli/ does"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from cases import bounds_of, draw_lengths
 
+from kda_tl.core.layout import dense_bounds, make_layout, packed_bounds
+from kda_tl.core.stage import BT_CHOICES
 from kda_tl.errors import InputError
-from kda_tl.layout import dense_bounds, make_layout, packed_bounds
-from kda_tl.stage import BT_CHOICES
 
 CPU = torch.device("cpu")
 

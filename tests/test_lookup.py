@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from database_cases import A100, H20, H100, H200, NAME, PCIE, find, make_database, make_entry, make_key
 
-from kda_tl import db
-from kda_tl.db import Database, lookup, store
-from kda_tl.lookup import measure_distance
+from kda_tl.database import store as db
+from kda_tl.database.lookup import measure_distance
+from kda_tl.database.store import Database, lookup, store
 
 
 def test_lookup_takes_the_steps_in_order(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import pytest
 from cases import draw_problem
 
 from kda_tl import templates
-from kda_tl.dispatch import default_plan
-from kda_tl.gpus import known_device
-from kda_tl.kernel import generate_source
-from kda_tl.problem import DTYPES, Problem
-from kda_tl.stage import Case
+from kda_tl.core.problem import DTYPES, Problem
+from kda_tl.core.stage import Case
+from kda_tl.database.gpus import known_device
+from kda_tl.runtime.compile import generate_source
+from kda_tl.runtime.dispatch import default_plan
 
 HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from kda_tl import measure
+from kda_tl.bench import timing
 from kda_tl.errors import KdaTlWarning, WrongResultError
 
 CPU = torch.device("cpu")
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 def test_check_gives_the_largest_relative_error() -> None:
     truth = {"o": torch.tensor([3.0, 4.0]), "ht": torch.tensor([10.0])}
     outputs = {"o": torch.tensor([3.0, 4.1]), "ht": torch.tensor([10.1]), "extra": None}
-    assert measure.check(outputs, truth, 0.05) == pytest.approx(0.02, rel=1e-4)
-    assert measure.check(outputs, {}, 0.0) == 0.0
+    assert timing.check(outputs, truth, 0.05) == pytest.approx(0.02, rel=1e-4)
+    assert timing.check(outputs, {}, 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_check_gives_the_largest_relative_error() -> None:
 def test_check_names_the_wrong_output_and_its_error(bad: torch.Tensor | None, said: str) -> None:
     truth = {"fine": torch.ones(3), "o": torch.tensor([3.0, 4.0])}
     with pytest.raises(WrongResultError, match=rf"\bo\b.* {said} "):
-        measure.check({"fine": torch.ones(3), "o": bad}, truth, 0.05)
+        timing.check({"fine": torch.ones(3), "o": bad}, truth, 0.05)
 
 
 def test_check_sees_what_was_left_unwritten() -> None:
     poisoned = torch.full((3,), math.nan)
     poisoned[:2] = 1.0
     with pytest.raises(WrongResultError):
-        measure.check({"o": poisoned}, {"o": torch.ones(3)}, 1e9)
+        timing.check({"o": poisoned}, {"o": torch.ones(3)}, 1e9)
 
 
 def test_what_weighs_nothing_is_judged_by_what_would() -> None:
@@ -57,9 +57,9 @@ def test_what_weighs_nothing_is_judged_by_what_would() -> None:
         found = {"transition": truth * (1 + off) if size else truth + off}
         context = contextlib.nullcontext() if passes else pytest.raises(WrongResultError, match="transition is off by")
         with context:
-            assert measure.check(found, {"transition": truth}, 0.01, {"transition": 0.05}) < 1e-6
+            assert timing.check(found, {"transition": truth}, 0.01, {"transition": 0.05}) < 1e-6
     with pytest.raises(WrongResultError):
-        measure.check({"o": torch.full((100,), 1.5e-9)}, {"o": torch.full((100,), 1e-9)}, 0.01, {"transition": 0.05})
+        timing.check({"o": torch.full((100,), 1.5e-9)}, {"o": torch.full((100,), 1e-9)}, 0.01, {"transition": 0.05})
 
 
 def test_time_launch_times_the_launch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +73,12 @@ def test_time_launch_times_the_launch_alone(monkeypatch: pytest.MonkeyPatch) -> 
         calls.append("launch")
         time.sleep(0.005)
 
-    monkeypatch.setattr(measure, "_flusher", lambda device: flush)
-    samples = measure.time_launch(launch, CPU, reps=3, warmup=2)
+    monkeypatch.setattr(timing, "_flusher", lambda device: flush)
+    samples = timing.time_launch(launch, CPU, reps=3, warmup=2)
     assert calls == ["launch"] * 2 + ["flush", "launch"] * 3
     assert len(samples) == 3 and all(5e3 <= sample < 20e3 for sample in samples)
     calls.clear()
-    measure.time_launch(launch, CPU, reps=1, warmup=0, flush=False)
+    timing.time_launch(launch, CPU, reps=1, warmup=0, flush=False)
     assert calls == ["launch"]
 
 
@@ -114,8 +114,8 @@ def enqueue(what: str, ms: float) -> None:
 
 def test_gpu_time_is_taken_by_events_around_the_launch(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     durations = itertools.count(1)
-    monkeypatch.setattr(measure, "_flusher", lambda device: lambda: enqueue("flush", 100.0))
-    samples = measure.time_launch(lambda: enqueue("launch", next(durations)), torch.device("cuda"), reps=3, warmup=1)
+    monkeypatch.setattr(timing, "_flusher", lambda device: lambda: enqueue("flush", 100.0))
+    samples = timing.time_launch(lambda: enqueue("launch", next(durations)), torch.device("cuda"), reps=3, warmup=1)
     assert samples == [2e3, 3e3, 4e3]
     assert FakeEvent.log == ["launch", *["flush", "event", "launch", "event"] * 3, "wait"]
 
@@ -130,15 +130,15 @@ def test_interleaved_rounds_meet_every_launch_in_both_directions(monkeypatch: py
         clock += next(durations[name])
         log.append(name)
 
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock / 1e6))
-    monkeypatch.setattr(measure, "_flusher", lambda device: lambda: log.append("~"))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock / 1e6))
+    monkeypatch.setattr(timing, "_flusher", lambda device: lambda: log.append("~"))
     launches = {name: functools.partial(launch, name) for name in "ab"}
-    rounds = measure.time_interleaved(launches, CPU, rounds=3, reps=3)
+    rounds = timing.time_interleaved(launches, CPU, rounds=3, reps=3)
     one, other = "a~a~a~a", "b~b~b~b"  # a warm-up and three repetitions each
     assert "".join(log) == one + other + other + one + one + other
     assert {name: [round(us, 6) for us in medians] for name, medians in rounds.items()} == {"a": [2] * 3, "b": [5] * 3}
     log.clear()
-    measure.time_interleaved(launches, CPU, rounds=1, reps=1, flush=False)
+    timing.time_interleaved(launches, CPU, rounds=1, reps=1, flush=False)
     assert "".join(log) == "aabb"
 
 
@@ -154,71 +154,71 @@ def test_a_flush_writes_more_than_the_cache_holds(
         return made[-1]
 
     made: list[torch.Tensor] = []
-    monkeypatch.setattr(measure, "_flush_buffers", {})
+    monkeypatch.setattr(timing, "_flush_buffers", {})
     monkeypatch.setattr(torch, "empty", pretend)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=l2_mib << 20))
-    flush = measure._flusher(torch.device(kind))
+    flush = timing._flusher(torch.device(kind))
     (buffer,) = made
     for _ in range(2):
         buffer.fill_(1)
         flush()
         assert not buffer.any()
     assert buffer.numel() == flushed_mib << 20
-    measure._flusher(torch.device(kind))
+    timing._flusher(torch.device(kind))
     assert len(made) == 1
 
 
 def test_host_time_of_a_call() -> None:
-    assert 1e3 <= measure.time_host(lambda: time.sleep(1e-3), CPU, reps=5) < 10e3
+    assert 1e3 <= timing.time_host(lambda: time.sleep(1e-3), CPU, reps=5) < 10e3
 
 
 def test_summary_is_median_and_its_absolute_deviation() -> None:
-    assert measure.summarise([1.0, 100.0, 2.0, 4.0, 3.0]) == (3.0, 1.0)
+    assert timing.summarise([1.0, 100.0, 2.0, 4.0, 3.0]) == (3.0, 1.0)
 
 
 def test_ratio_interval_holds_95_percent_of_the_bootstrap() -> None:
     """Of the median of 9 rounds: it is the lowest in .1 % of all draws and one of the lowest two in 3 %."""
     nine = [float(i) for i in range(1, 10)]
     for seed in range(3):
-        assert measure.ratio_ci(nine, [1.0] * 9, seed=seed) == (5.0, 2.0, 8.0)
-        assert measure.ratio_ci([1.0] * 9, nine, seed=seed) == (1 / 5, 1 / 8, 1 / 2)
+        assert timing.ratio_ci(nine, [1.0] * 9, seed=seed) == (5.0, 2.0, 8.0)
+        assert timing.ratio_ci([1.0] * 9, nine, seed=seed) == (1 / 5, 1 / 8, 1 / 2)
 
 
 def test_ratio_interval_ignores_what_disturbs_both_alike() -> None:
     drift = np.linspace(1.0, 2.0, 9)
-    assert measure.ratio_ci(1.1 * drift, drift) == pytest.approx((1.1, 1.1, 1.1))
+    assert timing.ratio_ci(1.1 * drift, drift) == pytest.approx((1.1, 1.1, 1.1))
 
 
 def test_the_same_rounds_give_the_same_interval() -> None:
     a, b = 1 + 0.05 * np.random.default_rng(1).standard_normal((2, 9))
-    assert len({measure.ratio_ci(a, b) for _ in range(5)}) == 1
+    assert len({timing.ratio_ci(a, b) for _ in range(5)}) == 1
 
 
 def test_gpu_state_is_unknown_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert measure.read_gpu_state() == {}
+    assert timing.read_gpu_state() == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.warns(KdaTlWarning, match="clocks and driver are not recorded: pynvml .*pip install 'nvidia-ml-py"):
-        assert measure.read_gpu_state() == {}
+        assert timing.read_gpu_state() == {}
 
 
 @pytest.mark.gpu
 def test_a_replayed_graph_computes_and_is_timed() -> None:
     x, y = (torch.zeros(1 << 20, device="cuda") for _ in range(2))
-    replay = measure.cuda_graph(lambda: torch.add(x, 1, out=y))
+    replay = timing.cuda_graph(lambda: torch.add(x, 1, out=y))
     x.fill_(4)
     replay()
     assert bool((y == 5).all())
-    samples = measure.time_launch(replay, x.device, reps=20)
-    assert 1 < measure.summarise(samples)[0] < 200
+    samples = timing.time_launch(replay, x.device, reps=20)
+    assert 1 < timing.summarise(samples)[0] < 200
 
 
 @pytest.mark.gpu
 def test_a_graph_keeps_what_its_launch_reads() -> None:
-    def make() -> tuple[measure.Launch, torch.Tensor]:
+    def make() -> tuple[timing.Launch, torch.Tensor]:
         x, y = torch.full((1 << 20,), 3.0, device="cuda"), torch.empty(1 << 20, device="cuda")
-        return measure.cuda_graph(lambda: torch.add(x, 1, out=y)), y
+        return timing.cuda_graph(lambda: torch.add(x, 1, out=y)), y
 
     replay, y = make()
     scribble = [torch.full((1 << 20,), -1.0, device="cuda") for _ in range(8)]
@@ -228,4 +228,4 @@ def test_a_graph_keeps_what_its_launch_reads() -> None:
 
 @pytest.mark.gpu
 def test_gpu_state_names_driver_and_clocks() -> None:
-    assert {"gpu", "driver", "sm_mhz", "memory_mhz"} <= measure.read_gpu_state().keys()
+    assert {"gpu", "driver", "sm_mhz", "memory_mhz"} <= timing.read_gpu_state().keys()

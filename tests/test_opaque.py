@@ -11,7 +11,7 @@ import torch
 from cases import OPERATOR, SMALL, TENSORS, draw_backward, draw_call, forget_compilers, operator_arguments
 from test_autograd import backward_of, differentiable
 
-from kda_tl.device import cpu_device, find_compiler
+from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.errors import KdaTlWarning, UnsupportedError
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error

@@ -19,17 +19,17 @@ from cases import (
     random_of_run,
 )
 
-from kda_tl.bench import check_plan
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.dispatch import default_plan
+from kda_tl.bench.fixtures import check_plan
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError
 from kda_tl.ops import load_all
 from kda_tl.ops.entry import explain
 from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule
 from kda_tl.ops.operator import Operator
-from kda_tl.problem import Problem
 from kda_tl.reference import relative_error
-from kda_tl.workloads import Workload
+from kda_tl.runtime.dispatch import default_plan
 
 CPU = cpu_device()
 needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")

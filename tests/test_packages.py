@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from database_cases import H200
 
-from kda_tl import db, tuner
-from kda_tl.device import cpu_device
+from kda_tl.bench.workloads import select
+from kda_tl.core.device import cpu_device
+from kda_tl.core.packages import REQUIREMENTS, describe_failure, importing
+from kda_tl.database import store as db
 from kda_tl.errors import KdaTlError, PackageError
-from kda_tl.journal import Journal, Trial
-from kda_tl.packages import REQUIREMENTS, describe_failure, importing
-from kda_tl.workloads import select
+from kda_tl.tune import tuner
+from kda_tl.tune.journal import Journal, Trial
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

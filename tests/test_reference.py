@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kda_tl.core.problem import BETAS, GATES
 from kda_tl.errors import InputError
-from kda_tl.problem import BETAS, GATES
 from kda_tl.reference import activate_beta, activate_gate, l2norm, recurrent_kda, relative_error
 
 Curves = dict[str, Callable[[float], float]]

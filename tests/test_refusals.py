@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_tl.device import cpu_device, find_compiler
+from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.errors import InputError
 from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda

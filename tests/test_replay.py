@@ -16,14 +16,14 @@ import torch
 from cases import KDA, SMALL, bounds_of, draw_backward, draw_call, draw_lengths, draw_problem
 from launches import run_references
 
-from kda_tl.device import cpu_device
+from kda_tl.core.device import cpu_device
+from kda_tl.core.layout import make_layout
+from kda_tl.core.pipeline import RESULTS, Flow, Pipeline
+from kda_tl.core.stage import Case, Stage
 from kda_tl.errors import LaunchError
-from kda_tl.ffi import Arguments, Headers, prepare_call, take_error
-from kda_tl.kernel import Slot
-from kda_tl.layout import make_layout
-from kda_tl.pipeline import RESULTS, Flow, Pipeline
-from kda_tl.replay import ALIGNMENT, Replay, place, record
-from kda_tl.stage import Case, Stage
+from kda_tl.runtime.compile import Slot
+from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
+from kda_tl.runtime.replay import ALIGNMENT, Replay, place, record
 from kda_tl.templates.pipelines import PIPELINES
 
 CPU, WHERE = cpu_device(), torch.device("cpu")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from kda_tl.core.stage import Config, axis
 from kda_tl.errors import InputError
-from kda_tl.isolate import IsolatedWorker, WorkerCrash, WorkerError
-from kda_tl.journal import STATUSES, Journal, Outcome
-from kda_tl.search import Evaluation, SearchResult, pick_winner, search, sort_valid
-from kda_tl.stage import Config, axis
+from kda_tl.tune.isolate import IsolatedWorker, WorkerCrash, WorkerError
+from kda_tl.tune.journal import STATUSES, Journal, Outcome
+from kda_tl.tune.search import Evaluation, SearchResult, pick_winner, search, sort_valid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kda_tl import templates
-from kda_tl.device import Device
+from kda_tl.core.device import Device
+from kda_tl.core.problem import DTYPES, Problem
+from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan, Stage, TensorSpec, axis, static_sizes
+from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.gpus import known_device
-from kda_tl.problem import DTYPES, Problem
-from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan, Stage, TensorSpec, axis, static_sizes
 from kda_tl.templates.pipelines import PIPELINES
 
 SLUGS = ("cpu", "nvidia_a100_sxm4_80gb", "nvidia_l4", "nvidia_geforce_rtx_5090", "nvidia_h200", "nvidia_b200")
@@ -290,18 +290,23 @@ def test_stage_files_keep_one_order(stage: Stage) -> None:
 
 def read_imports(path: Path) -> Iterator[tuple[str, str | None]]:
     """What a template imports of the templates, wherever it does: a module, and a name of it or None for the whole."""
-    package = "kda_tl.templates"
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
-            module = node.module[len(package) + 1 :]
-            yield from ((module, alias.name) if module else (alias.name, None) for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kda_tl.templates."):
+            folder, _, module = node.module.removeprefix("kda_tl.templates.").partition(".")
+            for alias in node.names:
+                yield (f"{folder}/{module}", alias.name) if module else (f"{folder}/{alias.name}", None)
         elif isinstance(node, ast.Import):
-            yield from ((alias.name[len(package) + 1 :], None) for alias in node.names if package in alias.name)
+            assert not any("kda_tl.templates" in alias.name for alias in node.names), "fingerprints do not see it"
+
+
+def path_of(stage: str) -> str:
+    """Where a stage's template is among the templates, without its ending."""
+    return "/".join(templates.load(stage).build.__module__.split(".")[-2:])
 
 
 def modules_of(name: str, folder: Path) -> set[str]:
     """A stage, and the modules that it imports names from, directly or not."""
-    found, wanted = set(), [name]
+    found, wanted = set(), [path_of(name)]
     while wanted:
         module = wanted.pop()
         if module not in found:
@@ -331,21 +336,21 @@ def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monk
     for module in sorted(set().union(*holds.values())):
         assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
     users = {"fwd_prep", "bwd_gradients"}
-    assert edit("_tile.py") == set(holds), "every stage is written in this vocabulary"
-    assert edit("_gates.py") == users, "those written with it"
-    (folder / "_deep.py").write_text("")
-    edit("_gates.py", "from kda_tl.templates._deep import nothing")
-    assert edit("_deep.py") == users, "through another private module"
-    edit("fwd_merge.py", "def late():\n    from kda_tl.templates.bwd_qk import reference")
-    assert edit("bwd_qk.py") == {"bwd_qk", "fwd_merge"}, "from another stage, inside a function"
+    assert edit("common/tile.py") == set(holds), "every stage is written in this vocabulary"
+    assert edit("sm90/gates.py") == users, "those written with it"
+    (folder / "common/deep.py").write_text("")
+    edit("sm90/gates.py", "from kda_tl.templates.common.deep import nothing")
+    assert edit("common/deep.py") == users, "through another module"
+    edit("sm90/fwd_merge.py", "def late():\n    from kda_tl.templates.portable.bwd_qk import reference")
+    assert edit("portable/bwd_qk.py") == {"bwd_qk", "fwd_merge"}, "from another stage, inside a function"
 
 
 def test_stages_take_references_alone_of_stages_that_they_import_whole() -> None:
     """A fingerprint does not cover those modules: a constant or a macro of theirs would go stale unnoticed."""
     folder = Path(templates.__file__).parent
-    for name in (*templates.names(), *(path.stem for path in folder.glob("_[a-z]*.py"))):
-        whole = {module for module, what in read_imports(folder / f"{name}.py") if what is None}
-        assert not whole & {module for module in whole if module.startswith("_")}, f"{name}: import names of {whole}"
-        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+    for path in folder.glob("*/*.py"):
+        whole = {module.partition("/")[2] for module, what in read_imports(path) if what is None}
+        assert whole <= set(templates.names()), f"{path}: import names of {whole}"
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
-                assert node.attr == "reference", f"{name} takes {node.value.id}.{node.attr}"
+                assert node.attr == "reference", f"{path} takes {node.value.id}.{node.attr}"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kda_tl import static
-from kda_tl.device import cpu_device
-from kda_tl.dispatch import default_plan
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import cpu_device
+from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.gpus import known_device
-from kda_tl.static import Compiled, compile_static, read_resources
-from kda_tl.workloads import Workload
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.tune import compile_only
+from kda_tl.tune.compile_only import Compiled, compile_static, read_resources
 
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 
@@ -35,11 +35,11 @@ def test_static_check_compiles_without_measuring() -> None:
 def test_stages_of_every_pipeline_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def compile_none(target: str, work: list[static.StaticJob], **options: Any) -> Iterator[tuple[int, Any]]:
+    def compile_none(target: str, work: list[compile_only.StaticJob], **options: Any) -> Iterator[tuple[int, Any]]:
         asked.extend(job.stage.name for job in work)
         return iter(())
 
-    monkeypatch.setattr(static, "map_pool", compile_none)
+    monkeypatch.setattr(compile_only, "map_pool", compile_none)
     workload = Workload(name="w", T=1024, H=8)
     assert compile_static(workload, known_device("nvidia_h200"), budget=1) == ()
     staged = ["fwd_gate", "fwd_intra", "fwd_wy", "fwd_state", "fwd_output"]

@@ -16,18 +16,18 @@ from cases import F64, KDA, Call, draw_backward, draw_call, draw_extreme, draw_l
 from launches import reverse_chunks, run_references, sizes_of, stage_errors
 
 from kda_tl import templates
-from kda_tl.device import cpu_device, find_compiler
-from kda_tl.dispatch import default_plan
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.problem import BETAS, GATES, Problem
+from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
+from kda_tl.database.gpus import known_device
 from kda_tl.errors import CompileError
-from kda_tl.gpus import known_device
-from kda_tl.isolate import WorkerFailure, map_pool
-from kda_tl.kernel import compile_stage
-from kda_tl.pipeline import Pipeline
-from kda_tl.problem import BETAS, GATES, Problem
-from kda_tl.program import Program
 from kda_tl.reference import relative_error
-from kda_tl.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
+from kda_tl.runtime.compile import compile_stage
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.tune.isolate import WorkerFailure, map_pool
 
 CPU = cpu_device()
 EXACT = 1e-10

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_tl.device import cpu_device, find_compiler
+from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.errors import InputError, KdaTlError, UnsupportedError
 from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kda_tl import kernel, templates, toolchain
-from kda_tl.device import Device, cpu_device, find_compiler
+from kda_tl import templates
+from kda_tl.core import toolchain
+from kda_tl.core.device import Device, cpu_device, find_compiler
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case
 from kda_tl.errors import CompileError, KdaTlWarning
-from kda_tl.kernel import compile_stage
-from kda_tl.problem import Problem
-from kda_tl.stage import Case
+from kda_tl.runtime import compile as compile_module
+from kda_tl.runtime.compile import compile_stage
 
 needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
 CASE = Case(problem=Problem(H=1, HV=1, K=32, V=32, tokens=16, dtype="fp32"), device=cpu_device(), BT=16, BC=8)
@@ -29,7 +31,7 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(toolchain, "_refused", "")
-    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(compile_module, "_kernels", {})
     monkeypatch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     yield tmp_path / "file" / "cache"
     toolchain._warn_not_kept.cache_clear()

@@ -21,19 +21,22 @@ import pytest
 import torch
 
 import kda_tl
-from kda_tl import db, plan_search, screening, stage_search, templates, trial, tuner
-from kda_tl.bench import Bench, check_plan, make_pass, operator_tensors
-from kda_tl.contest import Run, Verdict, decide, hold_contest, load_known
-from kda_tl.crew import Crew, OutOfTime
-from kda_tl.device import cpu_device, cuda_device
-from kda_tl.dispatch import choose, default_plan, pin
+from kda_tl import templates
+from kda_tl.bench.fixtures import Bench, check_plan, make_pass, operator_tensors
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import cpu_device, cuda_device
+from kda_tl.core.stage import Case, Plan
+from kda_tl.database import store as db
+from kda_tl.database.gpus import known_device
+from kda_tl.database.records import Key
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
-from kda_tl.gpus import known_device
-from kda_tl.isolate import WorkerTimeout
-from kda_tl.journal import Journal, Trial
-from kda_tl.kernel import Kernel, hash_kernel
-from kda_tl.program import Program
-from kda_tl.progress import (
+from kda_tl.reference import recurrent_kda, relative_error
+from kda_tl.runtime.compile import Kernel, hash_kernel
+from kda_tl.runtime.dispatch import choose, default_plan, pin
+from kda_tl.runtime.program import Program
+from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.tune import plan_search, requests, screening, stage_search, tuner
+from kda_tl.tune.events import (
     Geometry,
     GeometryScreened,
     PartStarted,
@@ -48,12 +51,12 @@ from kda_tl.progress import (
     WorkloadDone,
     WorkloadStarted,
 )
-from kda_tl.records import Key
-from kda_tl.reference import recurrent_kda, relative_error
-from kda_tl.stage import Case, Plan
-from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.trial import HashJob, Rounds
-from kda_tl.workloads import Workload
+from kda_tl.tune.final import Verdict, decide, hold_contest
+from kda_tl.tune.isolate import WorkerTimeout
+from kda_tl.tune.journal import Journal, Trial
+from kda_tl.tune.pool import Crew, OutOfTime
+from kda_tl.tune.requests import HashJob, Rounds
+from kda_tl.tune.session import Run, load_known
 
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 CPU = cpu_device()
@@ -180,7 +183,7 @@ def test_ctrl_c_leaves_the_finished_trials(crew: Crew, tmp_path: Path) -> None:
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., notes.Note]:
     """Notes, and workers that know nothing else, so that they start at once."""
-    monkeypatch.setattr("kda_tl.crew.TARGET", "notes:run")
+    monkeypatch.setattr("kda_tl.tune.pool.TARGET", "notes:run")
 
     def note(name: str, seconds: float = 0.0, **options: Any) -> notes.Note:
         return notes.Note(path=str(tmp_path / "notes"), name=name, seconds=seconds, **options)
@@ -583,11 +586,11 @@ def test_the_best_geometry_is_tuned_and_a_close_second(medians: tuple[float | No
 
 def test_every_timed_repetition_meets_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     flushes: list[None] = []
-    monkeypatch.setattr("kda_tl.measure._flusher", lambda device: lambda: flushes.append(None))
-    outcome = trial._time(lambda: None, CPU, {}, None)
-    assert len(flushes) == len(outcome.samples_us) > trial.FIRST_REPS
+    monkeypatch.setattr("kda_tl.bench.timing._flusher", lambda device: lambda: flushes.append(None))
+    outcome = requests._time(lambda: None, CPU, {}, None)
+    assert len(flushes) == len(outcome.samples_us) > requests.FIRST_REPS
     flushes.clear()
-    rounds = trial._compete([lambda: None] * 3, CPU, rounds=2)
+    rounds = requests._compete([lambda: None] * 3, CPU, rounds=2)
     assert len(flushes) == 3 * (2 + 2 * rounds.reps) and [len(medians) for medians in rounds.medians_us] == [2] * 3
 
 

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from kda_tl import db, screening, tuner
-from kda_tl.device import cpu_device
-from kda_tl.dispatch import default_plan, resolve
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import cpu_device
+from kda_tl.core.stage import Plan
+from kda_tl.database import store as db
+from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.gpus import known_device
-from kda_tl.journal import Journal, Outcome
-from kda_tl.progress import GeometryScreened, StageStarted, TuneReport
-from kda_tl.stage import Plan
+from kda_tl.runtime.dispatch import default_plan, resolve
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.trial import HashJob, PlanContest, PlanTrial, Rounds, StageTimes, StageTrial
-from kda_tl.workloads import Workload
+from kda_tl.tune import screening, tuner
+from kda_tl.tune.events import GeometryScreened, StageStarted, TuneReport
+from kda_tl.tune.journal import Journal, Outcome
+from kda_tl.tune.requests import HashJob, PlanContest, PlanTrial, Rounds, StageTimes, StageTrial
 
 H200 = known_device("nvidia_h200")
 FORWARD = Workload(name="forward", T=1024, H=8)

@@ -11,14 +11,14 @@ import pytest
 from fake_stages import make_run
 from simulated_crew import Simulation, simulate
 
-from kda_tl import tuner
-from kda_tl.forecast import Forecast
-from kda_tl.gpus import known_device
-from kda_tl.progress import GeometryScreened, RunStarted, StageDone, TuneReport, WorkloadStarted
-from kda_tl.stage import Plan
-from kda_tl.stage_search import SURE
-from kda_tl.trial import CompileJob, PlanContest, Rounds, StageTrial
-from kda_tl.workloads import Workload
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.stage import Plan
+from kda_tl.database.gpus import known_device
+from kda_tl.tune import tuner
+from kda_tl.tune.events import GeometryScreened, RunStarted, StageDone, TuneReport, WorkloadStarted
+from kda_tl.tune.forecast import Forecast
+from kda_tl.tune.requests import CompileJob, PlanContest, Rounds, StageTrial
+from kda_tl.tune.stage_search import SURE
 
 H100 = known_device("nvidia_h100_80gb_hbm3")
 WORKLOADS = [Workload(name=f"H{H}-T{T}", T=T, H=H) for T, H in ((1024, 8), (1024, 32), (1024, 64), (8192, 64))]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kda_tl.bench.workloads import WORKLOADS, Workload, draw_gradients, select
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import BT_CHOICES
 from kda_tl.errors import InputError
 from kda_tl.ops.entry import explain
-from kda_tl.problem import Problem
 from kda_tl.reference import activate_gate
-from kda_tl.stage import BT_CHOICES
-from kda_tl.workloads import WORKLOADS, Workload, draw_gradients, select
 
 LABELS = [w.name for w in WORKLOADS]
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from kda_tl.bench.workloads import Workload, select
 from kda_tl.cli._peers import find_peers, find_versions
-from kda_tl.db import provenance
+from kda_tl.database.store import provenance
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import recurrent_kda, relative_error
-from kda_tl.workloads import Workload, select
 
 WORKLOADS = ("safe-T8192-H32", "slow-T8192-H32", "softplus-T8192-H32")
 TOKENS, SEEDS = 4096, 3

@@ -28,7 +28,7 @@ def main(file: Path) -> None:
     from fla.models import KDAConfig, KDAForCausalLM
 
     import kda_tl
-    from kda_tl.db import provenance
+    from kda_tl.database.store import provenance
 
     kda_tl.fla.register()
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def train_all(file: Path) -> None:
     import torch
 
     import kda_tl
-    from kda_tl.db import provenance
+    from kda_tl.database.store import provenance
 
     kda_tl.fla.register()
     train("FLA", 0)  # compiles and autotunes

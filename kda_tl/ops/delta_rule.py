@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from kda_tl.core.dtypes import NAME_OF_DTYPE
+from kda_tl.core.layout import dense_bounds, packed_bounds
+from kda_tl.core.plain import check_kind
+from kda_tl.core.problem import GATES, LOWER_BOUND_RANGE, Problem
+from kda_tl.core.stage import BT_CHOICES
 from kda_tl.errors import InputError
-from kda_tl.kernel import NAME_OF_DTYPE
-from kda_tl.layout import dense_bounds, packed_bounds
 from kda_tl.ops.draws import draw_inputs, prepare_before
 from kda_tl.ops.operator import Args, Bounds, FlaEntry, Operator
-from kda_tl.plain import check_kind
-from kda_tl.problem import GATES, LOWER_BOUND_RANGE, Problem
-from kda_tl.stage import BT_CHOICES
 
 Tensor = torch.Tensor
 MAX_FP32 = torch.finfo(torch.float32).max

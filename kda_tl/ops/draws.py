@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kda_tl.kernel import TORCH_DTYPE
+from kda_tl.core.dtypes import TORCH_DTYPE
 from kda_tl.reference import activate_beta, activate_gate, l2norm
 
 Tensor = torch.Tensor

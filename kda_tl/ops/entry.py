@@ -10,15 +10,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from kda_tl import opaque
-from kda_tl.autograd import run_differentiable
-from kda_tl.call import find_ready, pose, run_forward, run_reference
-from kda_tl.dispatch import Choice, choose
+from kda_tl.core.dtypes import NAME_OF_DTYPE
+from kda_tl.core.plain import is_plain, needs_operator
 from kda_tl.errors import InputError
-from kda_tl.kernel import NAME_OF_DTYPE
-from kda_tl.ops import load_all
+from kda_tl.ops import custom_op, load_all
+from kda_tl.ops.autograd import run_differentiable
+from kda_tl.ops.call import find_ready, pose, run_forward, run_reference
 from kda_tl.ops.operator import OPERATORS, Args, Operator
-from kda_tl.plain import is_plain, needs_operator
+from kda_tl.runtime.dispatch import Choice, choose
 
 Tensor = torch.Tensor
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -51,7 +50,7 @@ def _make_function(operator: Operator, function: FunctionT) -> FunctionT:
     """The function that calls an operator: with the signature and docstring of its declaration."""
     namespace: dict[str, Any] = {
         "_is_compiling": torch.compiler.is_compiling,
-        "_run_compiled": _make_compiled(operator, opaque.register(operator)),
+        "_run_compiled": _make_compiled(operator, custom_op.register(operator)),
         "_rename": _rename,
         "_is_plain": is_plain,
         "_run_call": _run_call,
@@ -109,7 +108,7 @@ def _run_watched(operator: Operator, a: Args) -> Any:
     sizes = [size for x in operator.pick_operands(a) if x is not None for size in x.shape]
     if all(isinstance(size, int) for size in sizes):
         operator.pose(a, operator.assume_bounds(a))
-    o, ht, h = opaque.forwards[operator.name](*(getattr(a, name) for name in operator.schema))
+    o, ht, h = custom_op.forwards[operator.name](*(getattr(a, name) for name in operator.schema))
     final = ht if getattr(a, operator.final_state) else None
     return (o, final, h) if operator.asks(a, operator.states) else (o, final)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kda_tl.problem import Problem
+from kda_tl.core.problem import Problem
 
 # By the annotation of an argument, its type in a schema
 _SCHEMA = {
@@ -73,7 +73,7 @@ class Operator:
         recurrence: the arguments of :func:`kda_tl.reference.recurrent_kda` that compute the same.
         scalar_gate: a value head has one gate for all its key channels.
         gates: the gate modes that it has.
-        draw: arguments of a :class:`kda_tl.workloads.Workload` by name, drawn with a generator.
+        draw: arguments of a :class:`kda_tl.bench.workloads.Workload` by name, drawn with a generator.
         bare: the same call, with what kernels may do first done by the caller, and no final state.
         fla: what it is in FLA.
         call: the public function, see :func:`kda_tl.ops.entry.publish`.

@@ -1,0 +1,277 @@
+"""What stages and plans are measured on, made where they are measured: their inputs, and what they are judged by.
+
+Inputs to time come from running the workload once with default configs; inputs to check with, and what is expected of
+them, from running the stages' references in float64 on a trimmed twin. Nothing big crosses a process boundary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_tl.bench.timing import check
+from kda_tl.bench.workloads import Workload, draw_gradients
+from kda_tl.core.device import Device
+from kda_tl.core.dtypes import TORCH_DTYPE
+from kda_tl.core.layout import make_layout
+from kda_tl.core.pipeline import Pipeline, operand_shapes
+from kda_tl.core.stage import Case, Config, Plan, Stage, TensorSpec
+from kda_tl.errors import CompileError
+from kda_tl.reference import recurrent_gradients, recurrent_kda
+from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.runtime.program import Program
+
+STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
+PLAN_CHECK_TOKENS = 320
+# Roundings of a chain of stages add in quadrature: at their limits, 1.2e-2 in bf16 for intra, wy, state and output, and
+# 1.7e-2 for the eight stages from a gradient to dg. A right forward stays under half of that (4.5e-3 with slow gates on
+# an H200). The backward may take most of it: dg and dA_log are differences of larger terms.
+# fp32 on a GPU: four stages of at most 1e-4 each make 2e-4; of the backward GPU tests ask the same (H200: under it).
+_TOLERANCE = {
+    "fwd": {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4},
+    "bwd": {"bf16": 1.5e-2, "fp16": 5e-3, "fp32": 2e-4},
+}
+# No matrix unit rounds its operands there. Backward: eleven stages of 2e-5 at most; what they lose in dA_log adds up.
+_TOLERANCE_FP32_ON_CPU = {"fwd": 1e-5, "bwd": 2e-4}
+_BASE_TRIES = 8
+
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a stage or plan is measured on.
+
+    Attributes:
+        pipeline: the pipeline that is run.
+        workload: the operator's inputs.
+        device: where.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk.
+        seed: of the inputs.
+    """
+
+    pipeline: Pipeline
+    workload: Workload
+    device: Device
+    BT: int
+    BC: int
+    seed: int = 0
+
+    @property
+    def case(self) -> Case:
+        """What its kernels are built for."""
+        return Case(problem=self.workload.problem(), device=self.device, BT=self.BT, BC=self.BC)
+
+    @property
+    def key(self) -> Hashable:
+        """What decides its tensors."""
+        return (self.pipeline.name, self.workload, self.device, self.BT, self.BC, self.seed)
+
+
+def torch_device(device: Device) -> torch.device:
+    """Where tensors of a device live in this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.kind == "cuda" else torch.device("cpu")
+
+
+def operator_tensors(
+    workload: Workload, BT: int, device: torch.device, *, segments: int = 1, seed: int = 0
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a pipeline takes, tokens flattened over the batch, and the sizes its kernels are launched with."""
+    layout = make_layout(workload.bounds, BT, device, segments)
+    return _flatten_inputs(workload, device, seed) | layout.tables, layout.sizes
+
+
+def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict[str, Any]:
+    """Tensors and numbers of a call as a pipeline takes them."""
+    operator, problem = workload.declaration, workload.problem()
+    a = operator.bind(**workload.inputs(device, seed))
+    tensors: dict[str, Any] = {name: getattr(a, argument) for name, argument in operator.operands.items()}
+    if workload.direction == "bwd":
+        dims = (workload.V, workload.K) if workload.state_v_first else (workload.K, workload.V)
+        state = torch.empty(len(workload.bounds) - 1, workload.HV, *dims, device=device)
+        tensors["do"], tensors["dht"] = draw_gradients(getattr(a, operator.like).flatten(0, 1), state, seed)
+    for name, shape in operand_shapes(problem).items():
+        if tensors.get(name) is not None:
+            tensors[name] = tensors[name].view(shape)
+    return tensors | operator.numbers(a)
+
+
+def plan_tolerance(workload: Workload, device: Device) -> float:
+    """Largest relative error a result of a whole pass may have against the recurrence."""
+    if (device.kind, workload.dtype) == ("cpu", "fp32"):
+        return _TOLERANCE_FP32_ON_CPU[workload.direction]
+    return _TOLERANCE[workload.direction][workload.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A plan ready to run on a workload.
+
+    Attributes:
+        run: one launch; returns the results by name.
+        call_bytes: of the tensors a call holds anyway.
+        kept_bytes: of those that the forward keeps for it, 0 unless the plan is one that has them kept.
+    """
+
+    run: Callable[[], Mapping[str, torch.Tensor | None]]
+    call_bytes: int
+    kept_bytes: int
+
+
+def make_pass(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> Pass:
+    """Compiles a plan, and makes the tensors it takes, what is kept among them.
+
+    Raises:
+        CompileError: a stage does not compile.
+    """
+    where, problem = torch_device(device), workload.problem()
+    program = Program.build(plan, problem, device)
+    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.pipeline.segments, seed=seed)
+    call_bytes, kept = _count_bytes(tensors.values()), {}
+    if plan.kept:  # by the stages that a forward shares with it
+        kept = program.run(tensors, sizes, where, program.pipeline.residuals)
+        program = Program.build(plan, problem, device, from_residuals=True)
+    run = functools.partial(program.run, tensors | kept, sizes, where)
+    return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(kept.values()))
+
+
+def _count_bytes(values: Iterable[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))
+
+
+def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> float:
+    """Largest relative error of a plan's results against the recurrence in float64, on a trimmed twin.
+
+    Of a backward plan every gradient is compared with autograd through the recurrence.
+
+    Raises:
+        WrongResultError: it is over :func:`plan_tolerance`.
+        CompileError: a stage does not compile.
+    """
+    twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
+    outputs = make_pass(plan, twin, device, seed=seed).run()
+    return check(outputs, _recurrence(twin, where, seed), plan_tolerance(workload, device))
+
+
+@functools.lru_cache(maxsize=4)
+def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    """The results of the workload's pass by the pipelines' names, in their shapes."""
+    operator, shapes = workload.declaration, operand_shapes(workload.problem())
+    arguments = operator.recurrence(operator.bind(**workload.inputs(device, seed)))
+    if workload.direction == "bwd":
+        x = _flatten_inputs(workload, device, seed)
+        found = recurrent_gradients(arguments, x["do"].view_as(arguments["v"]), x["dht"])
+        return {name: grad.view(shapes.get(name[1:], grad.shape)) for name, grad in found.items()}
+    o, ht = recurrent_kda(**arguments)
+    return {"o": o.view(shapes["v"]), "ht": ht}
+
+
+_recorded: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
+_judged: dict[Hashable, tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]] = {}
+
+
+def _keep(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+    """A cache of two: the tensors of one bench can take gigabytes."""
+    if key not in cache:
+        while len(cache) >= 2:
+            del cache[next(iter(cache))]
+        cache[key] = make()
+    return cache[key]
+
+
+def _bench_tensors(bench: Bench, workload: Workload) -> tuple[dict[str, Any], dict[str, int]]:
+    """:func:`operator_tensors` of the bench's workload, or of its twin."""
+    where = torch_device(bench.device)
+    return operator_tensors(workload, bench.BT, where, segments=bench.pipeline.segments, seed=bench.seed)
+
+
+def record(bench: Bench) -> tuple[dict[str, Tensors], dict[str, int]]:
+    """Inputs of every stage when the default configs run the workload."""
+
+    def make() -> tuple[dict[str, Tensors], dict[str, int]]:
+        where, case = torch_device(bench.device), bench.case
+        tensors, sizes = _bench_tensors(bench, bench.workload)
+        recorded: dict[str, Tensors] = {}
+
+        def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
+            recorded[stage.name] = _as_operands(stage, case, inputs)
+            return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
+
+        bench.pipeline.flow(case.problem).run(launch, tensors)
+        return recorded, sizes
+
+    return _keep(_recorded, bench.key, make)
+
+
+def _compile_base(stage: Stage, case: Case) -> Kernel:
+    """The default's kernel, or that of the first candidate that compiles where the default does not."""
+    failure: CompileError | None = None
+    candidates: Iterator[Config] = stage.candidates(case)
+    for _, config in zip(range(_BASE_TRIES), (stage.default(case), *candidates), strict=False):
+        try:
+            return compile_stage(stage, case, config)
+        except CompileError as error:
+            failure = failure or error
+    raise failure or CompileError(f"{stage.name} has no config for {case}.")
+
+
+def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
+    """For every stage, inputs rounded as the kernel takes them, and what its reference makes of them in float64."""
+
+    def make() -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
+        twin = bench.workload.trimmed(STAGE_CHECK_TOKENS)
+        case = replace(bench.case, problem=twin.problem())
+        tensors, sizes = _bench_tensors(bench, twin)
+        judged: dict[str, tuple[Tensors, Tensors]] = {}
+
+        def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
+            operands = _as_operands(stage, case, inputs)
+            expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
+            judged[stage.name] = operands, expected
+            return tuple(expected.get(name) for name in stage.outputs)
+
+        bench.pipeline.flow(case.problem).run(launch, tensors)
+        return judged, sizes
+
+    return _keep(_judged, bench.key, make)
+
+
+def _as_operands(stage: Stage, case: Case, inputs: Tensors) -> dict[str, Any]:
+    """Tensors in the types the stage's kernel reads: on the CPU target every float is fp32."""
+    operands = dict(inputs)
+    for name, text in stage.inputs.items():
+        spec, value = TensorSpec.parse(text), inputs[name]
+        if isinstance(value, torch.Tensor) and spec.dtype != "i32":
+            dtype = torch.float32 if case.device.kind == "cpu" else TORCH_DTYPE[spec.element(case.problem)]
+            operands[name] = value.to(dtype).contiguous()
+    return operands
+
+
+def _widen(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def check_kernel(kernel: Kernel, bench: Bench, tolerance: float) -> float:
+    """Runs a kernel on poisoned outputs: what it leaves unwritten is wrong, not left over from another."""
+    judged, sizes = judge(bench)
+    operands, expected = judged[kernel.stage.name]
+    where = torch_device(bench.device)
+    outputs = kernel.allocate(sizes, where)
+    for output in outputs:
+        if output is not None and output.is_floating_point():
+            output.fill_(float("nan"))
+    kernel.launch(operands, outputs, where)
+    named = dict(zip(kernel.stage.outputs, outputs, strict=True))
+    return check(named, expected, tolerance, kernel.stage.weightless)
+
+
+def stage_launch(kernel: Kernel, bench: Bench) -> Callable[[], Any]:
+    recorded, sizes = record(bench)
+    where = torch_device(bench.device)
+    outputs = kernel.allocate(sizes, where)
+    return functools.partial(kernel.launch, recorded[kernel.stage.name], outputs, where)

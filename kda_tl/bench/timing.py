@@ -1,0 +1,250 @@
+"""Verify, then time: comparison with a reference, and the project's one timing loop.
+
+A cold cache is what a kernel of a pass sees, so a buffer larger than the device's L2 is written before every
+repetition, outside the timed region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kda_tl.core.packages import describe_failure
+from kda_tl.errors import KdaTlWarning, WrongResultError
+from kda_tl.reference import relative_error
+
+Launch = Callable[[], Any]
+
+_MIN_FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU so far; its 60 us on an H200 also hide the launches
+_CPU_FLUSH_BYTES = 32 << 20
+_RESAMPLES = 2000
+
+
+def check(
+    outputs: Mapping[str, torch.Tensor | None],
+    expected: Mapping[str, torch.Tensor],
+    tolerance: float,
+    weightless: Mapping[str, float] | None = None,
+) -> float:
+    """Compares every expected tensor with the output of its name.
+
+    Args:
+        outputs: what was computed.
+        expected: what the reference gives.
+        tolerance: largest relative error (norm of the difference over norm) a tensor may have.
+        weightless: root mean squares below which a tensor's error is taken relative to this.
+
+    Returns:
+        The largest relative error.
+
+    Raises:
+        WrongResultError: a tensor is missing or off by more; the message names it and its error.
+    """
+    errors = {}
+    for name, truth in expected.items():
+        output = outputs.get(name)
+        error = math.inf if output is None else relative_error(output, truth)
+        errors[name] = error * weight_of(truth, weightless, name)
+    worst = max(errors, key=errors.__getitem__, default=None)
+    if worst is None:
+        return 0.0
+    if errors[worst] > tolerance:
+        raise WrongResultError(
+            f"{worst} is off by {errors[worst]:.2g} relative to the reference, over {tolerance:.2g}."
+        )
+    return errors[worst]
+
+
+def weight_of(truth: torch.Tensor, weightless: Mapping[str, float] | None, name: str) -> float:
+    """What the relative error of a tensor of that name counts, see :func:`check`."""
+    least = (weightless or {}).get(name, 0.0) * math.sqrt(truth.numel())
+    length = float(torch.linalg.vector_norm(truth.double()))
+    return min(1.0, (length or 1.0) / least) if least else 1.0
+
+
+def time_launch(launch: Launch, device: torch.device, *, reps: int, warmup: int = 1, flush: bool = True) -> list[float]:
+    """Duration of each repetition of a launch in microseconds: on the GPU by events, on the CPU by the clock.
+
+    Args:
+        launch: what is timed; takes nothing, and on the GPU waits for nothing.
+        device: where it runs.
+        reps: number of repetitions.
+        warmup: launches before the first.
+        flush: whether every repetition meets a cold cache.
+    """
+    timer = _CudaTimer(reps) if device.type == "cuda" else _CpuTimer()
+    clear = _flusher(device) if flush else None
+    for _ in range(warmup):
+        launch()
+    for _ in range(reps):
+        if clear:
+            clear()
+        timer.start()
+        launch()
+        timer.stop()
+    return timer.read()
+
+
+class _CpuTimer:
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+
+    def start(self) -> None:
+        self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        self._samples.append((time.perf_counter() - self._begin) * 1e6)
+
+    def read(self) -> list[float]:
+        return self._samples
+
+
+class _CudaTimer:
+    """A pair of events a repetition, read after the last: the host runs ahead, so its time is not measured."""
+
+    def __init__(self, reps: int) -> None:
+        self._events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(reps)]
+        self._next = 0
+
+    def start(self) -> None:
+        self._events[self._next][0].record()
+
+    def stop(self) -> None:
+        self._events[self._next][1].record()
+        self._next += 1
+
+    def read(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) * 1e3 for begin, end in self._events]
+
+
+_flush_buffers: dict[torch.device, torch.Tensor] = {}
+
+
+def _flusher(device: torch.device) -> Callable[[], Any]:
+    buffer = _flush_buffers.get(device)
+    if buffer is None:
+        size = _CPU_FLUSH_BYTES
+        if device.type == "cuda":
+            l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+            size = max(_MIN_FLUSH_BYTES, 4 * l2)
+        buffer = _flush_buffers[device] = torch.empty(size, dtype=torch.uint8, device=device)
+    return buffer.zero_
+
+
+def time_interleaved(
+    launches: Mapping[str, Launch], device: torch.device, *, rounds: int, reps: int, flush: bool = True
+) -> dict[str, list[float]]:
+    """Medians of ``reps`` repetitions, one a round and launch, in microseconds.
+
+    Every round times every launch, in turn forwards and backwards, so that a drift of the clocks meets all alike.
+    """
+    medians: dict[str, list[float]] = {name: [] for name in launches}
+    for i in range(rounds):
+        for name in list(launches)[:: 1 if i % 2 == 0 else -1]:
+            samples = time_launch(launches[name], device, reps=reps, flush=flush)
+            medians[name].append(statistics.median(samples))
+    return medians
+
+
+def time_host(launch: Launch, device: torch.device, *, reps: int = 100) -> float:
+    """Median host time of one call in microseconds: the device is not waited for.
+
+    The device's queue is emptied every few calls, since a full one makes the host wait.
+    """
+    samples = []
+    timer = _CpuTimer()
+    launch()
+    for i in range(reps):
+        if device.type == "cuda" and i % 16 == 0:
+            torch.cuda.synchronize(device)
+        timer.start()
+        launch()
+        timer.stop()
+    samples = timer.read()
+    return statistics.median(samples)
+
+
+def cuda_graph(launch: Launch) -> Launch:
+    """The launch captured in a CUDA graph: calling the result replays it, free of host time.
+
+    Raises:
+        RuntimeError: something in the launch cannot be captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            launch()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+
+    def replay(_alive: Launch = launch) -> None:  # the graph reads what the launch holds
+        graph.replay()
+
+    return replay
+
+
+def summarise(samples: Sequence[float]) -> tuple[float, float]:
+    """Median and median absolute deviation."""
+    middle = statistics.median(samples)
+    return middle, statistics.median(abs(x - middle) for x in samples)
+
+
+def ratio_ci(a_rounds: Sequence[float], b_rounds: Sequence[float], *, seed: int = 0) -> tuple[float, float, float]:
+    """Ratio of the medians of two interleaved measurements, a over b, and its 95 % interval.
+
+    A bootstrap that draws rounds, the same for both: what disturbs a round disturbs both of its halves.
+
+    Returns:
+        ``(ratio, low, high)``.
+    """
+    a, b = (np.asarray(a_rounds, dtype=np.float64), np.asarray(b_rounds, dtype=np.float64))
+    draws = np.random.default_rng(seed).integers(len(a), size=(_RESAMPLES, len(a)))
+    ratios = np.median(a[draws], axis=1) / np.median(b[draws], axis=1)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return float(np.median(a) / np.median(b)), float(low), float(high)
+
+
+def read_gpu_state(index: int = 0) -> dict[str, Any]:
+    """Name, driver and current clocks of a CUDA device as NVML knows them; empty where NVML does not answer."""
+    state: dict[str, Any] = {}
+    try:
+        import pynvml
+    except Exception as error:  # a broken package raises what it likes
+        if torch.cuda.is_available():
+            text = f"clocks and driver are not recorded: {describe_failure('pynvml', error)}."
+            warnings.warn(text, KdaTlWarning, stacklevel=2)
+        return state
+    with contextlib.suppress(Exception):  # no driver, no permission: all mean unknown
+        pynvml.nvmlInit()
+        try:
+            handle = _find_handle(pynvml, index)
+            state["gpu"] = _text(pynvml.nvmlDeviceGetName(handle))
+            state["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+            state["sm_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            state["memory_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+        finally:
+            pynvml.nvmlShutdown()
+    return state
+
+
+def _find_handle(nvml: Any, index: int) -> Any:
+    """NVML counts all GPUs of the machine, CUDA those that are visible: only the UUID means the same to both."""
+    with contextlib.suppress(Exception):
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    return nvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

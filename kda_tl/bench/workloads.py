@@ -1,0 +1,250 @@
+"""Named problems with seeded inputs: what is tuned, benchmarked and verified. A workload is one line with tags."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_tl.core.problem import GATES, Problem
+from kda_tl.errors import InputError
+from kda_tl.ops import load_all
+from kda_tl.ops.operator import Operator
+
+DECAYS = ("steep", "slow")
+_MAX_TRIMMED_SEQUENCES = 4
+_GRADIENT_SEEDS = 1 << 31  # away from the seeds of inputs: do would else be the very numbers of q; a CPU keeps 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One pass of an operator with a name: l2norm and gate in the kernels, final state written.
+
+    Attributes:
+        name: unique, as passed to ``--workload``.
+        B: sequences of T tokens each; 1 for packed sequences.
+        T: tokens a sequence; the sum of ``lengths`` for packed sequences.
+        H: query/key heads.
+        HV: value heads, H unless given.
+        K: key head dimension.
+        V: value head dimension.
+        dtype: element type of q, k, v, g and beta: bf16, fp16 or fp32.
+        gate: "log", "softplus" or "safe" (lower_bound -5).
+        decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
+        lengths: tokens of each packed sequence; empty for a dense batch.
+        beta: "plain", "sigmoid" or "sigmoid2", the step size.
+        initial_state: there is a state before the first token.
+        state_v_first: states are [V, K] instead of [K, V].
+        operator: which operator.
+        direction: "fwd", or "bwd" for the gradients of the same call.
+        tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
+            other implementations; "train" and "train-cpu" for the backward.
+
+    Raises:
+        InputError: a field is outside its range.
+    """
+
+    name: str
+    B: int = 1
+    T: int = 0
+    H: int
+    HV: int = 0
+    K: int = 128
+    V: int = 128
+    dtype: str = "bf16"
+    gate: str = "safe"
+    decay: str = "steep"
+    lengths: tuple[int, ...] = ()
+    beta: str = "sigmoid"
+    initial_state: bool = False
+    state_v_first: bool = False
+    operator: str = "chunk_kda"
+    direction: str = "fwd"
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "HV", self.HV or self.H)
+        if self.lengths:
+            object.__setattr__(self, "T", sum(self.lengths))
+        if self.decay not in DECAYS:
+            raise InputError(f"decay must be one of {', '.join(DECAYS)}, got {self.decay!r}.")
+        if self.lengths and self.B != 1:
+            raise InputError(f"packed sequences need B=1, got B={self.B}.")
+        if self.B < 1 or self.T < 1:
+            raise InputError(f"{self.name} needs at least one token: pass B and T, or lengths.")
+        if self.gate in GATES and self.gate not in self.declaration.gates:
+            gates = " or ".join(self.declaration.gates)
+            raise InputError(f"{self.operator} has no {self.gate} gate: choose {gates}.")
+        self.problem()
+
+    @property
+    def tokens(self) -> int:
+        """Total tokens."""
+        return self.B * self.T
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Token bounds of the sequences, the batch flattened into the tokens."""
+        lengths = self.lengths or (self.T,) * self.B
+        return tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
+
+    @property
+    def declaration(self) -> Operator:
+        """The operator."""
+        operators = load_all()
+        if self.operator not in operators:
+            raise InputError(f"there is no operator {self.operator!r}: choose one of {', '.join(operators)}.")
+        return operators[self.operator]
+
+    def problem(self) -> Problem:
+        """What the operator makes of :meth:`inputs`, in its forward or its backward."""
+        return Problem(
+            H=self.H,
+            HV=self.HV,
+            K=self.K,
+            V=self.V,
+            tokens=self.tokens,
+            sequences=len(self.lengths) or self.B,
+            longest=max(self.lengths, default=self.T),
+            dtype=self.dtype,
+            gate=self.gate,
+            has_A_log=self.gate != "log",
+            has_dt_bias=self.gate != "log",
+            beta=self.beta,
+            l2norm=True,
+            varlen=bool(self.lengths),
+            initial_state=self.initial_state,
+            final_state=True,
+            state_v_first=self.state_v_first,
+            scalar_gate=self.declaration.scalar_gate,
+            operator=self.operator,
+            direction=self.direction,
+        )
+
+    def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+        """Keyword arguments for the operator, drawn on the device."""
+        return self.declaration.draw(self, torch.Generator(device=torch.device(device)).manual_seed(seed))
+
+    def trimmed(self, tokens: int) -> Workload:
+        """A twin of at most about ``tokens`` tokens that the same kernels serve, for checks against slow references.
+
+        Heads, dimensions and modes stay. The twin keeps several sequences where there are several, and every sequence
+        that is cut ends inside a chunk of any size.
+        """
+        if self.tokens <= tokens:
+            return self
+        count = min(len(self.lengths) or self.B, _MAX_TRIMMED_SEQUENCES)
+        share = tokens / sum(self.lengths[:count] or (self.T,) * count)
+        if self.lengths:
+            lengths = tuple(_make_ragged(n, share) for n in self.lengths[:count])
+            return replace(self, name=f"{self.name}-trimmed", lengths=lengths)
+        return replace(self, name=f"{self.name}-trimmed", B=count, T=_make_ragged(self.T, share))
+
+
+def _make_ragged(length: int, share: float) -> int:
+    """A share of a length, odd, so that no chunk size divides it."""
+    return max(1, min(length, int(length * share))) - 1 | 1
+
+
+def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``do`` and ``dht``, N(0, 1), in the shapes and dtypes of the results, whose values do not matter."""
+    generator = torch.Generator(device=o.device).manual_seed(seed + _GRADIENT_SEEDS)
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+
+    return draw(o), None if ht is None else draw(ht)
+
+
+_PACKED = (1300, 547, 2048, 963, 271, 3063)
+_EVEN = (1024,) * 8
+_ON_CPU: dict[str, Any] = {"T": 192, "H": 2, "dtype": "fp32"}
+
+_TRAINED: dict[str, dict[str, Any]] = {
+    "T8192-H32": {"T": 8192, "H": 32},
+    "T8192-H64": {"T": 8192, "H": 64},
+    "T8192-H96": {"T": 8192, "H": 96},
+    "T32768-H8": {"T": 32768, "H": 8},
+    "packed-8x1024-H32": {"lengths": _EVEN, "H": 32},
+}
+
+# Slow decays are another measurement of the safe gate's plans
+_TRAINED_GATES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("", {}, ("train", "training")),
+    ("slow-", {"decay": "slow"}, ("training",)),
+    ("softplus-", {"gate": "softplus", "decay": "slow"}, ("train", "training")),
+)
+
+WORKLOADS: tuple[Workload, ...] = (
+    Workload(name="safe-T512-H32", T=512, H=32, tags=("small",)),
+    Workload(name="safe-T1024-H8", T=1024, H=8, tags=("tune",)),
+    Workload(name="safe-T1024-H32", T=1024, H=32, tags=("tune", "small")),
+    Workload(name="safe-T1024-H64", T=1024, H=64, tags=("tune",)),
+    Workload(name="safe-T1024-H96", T=1024, H=96, tags=("tune",)),
+    Workload(name="safe-T8192-H8", T=8192, H=8, tags=("tune",)),
+    Workload(name="safe-T8192-H32", T=8192, H=32, tags=("tune", "bench", "forward")),
+    Workload(name="safe-T8192-H64", T=8192, H=64, tags=("tune", "bench", "forward")),
+    Workload(name="safe-T8192-H96", T=8192, H=96, tags=("tune", "bench", "forward")),
+    Workload(name="safe-T32768-H8", T=32768, H=8, tags=("tune", "forward")),
+    Workload(name="safe-packed-H64", lengths=_PACKED, H=64, tags=("tune", "forward")),
+    Workload(name="safe-B8-T1024-H96", B=8, T=1024, H=96, tags=("tune", "forward")),
+    Workload(name="safe-packed-8x1024-H96", lengths=_EVEN, H=96, tags=("tune", "forward")),
+    Workload(name="slow-T8192-H32", T=8192, H=32, decay="slow", tags=("bench", "forward")),
+    Workload(name="slow-T8192-H64", T=8192, H=64, decay="slow", tags=("bench", "forward")),
+    Workload(name="slow-T8192-H96", T=8192, H=96, decay="slow", tags=("bench", "forward")),
+    Workload(name="slow-T32768-H8", T=32768, H=8, decay="slow", tags=("forward",)),
+    Workload(name="slow-packed-H64", lengths=_PACKED, H=64, decay="slow", tags=("forward",)),
+    Workload(name="slow-B8-T1024-H96", B=8, T=1024, H=96, decay="slow", tags=("forward",)),
+    Workload(name="slow-packed-8x1024-H96", lengths=_EVEN, H=96, decay="slow", tags=("forward",)),
+    Workload(name="softplus-T1024-H8", T=1024, H=8, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T1024-H32", T=1024, H=32, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T1024-H64", T=1024, H=64, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T1024-H96", T=1024, H=96, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T8192-H8", T=8192, H=8, gate="softplus", decay="slow", tags=("tune",)),
+    Workload(name="softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T8192-H64", T=8192, H=64, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T8192-H96", T=8192, H=96, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T32768-H8", T=32768, H=8, gate="softplus", decay="slow", tags=("tune", "forward")),
+    Workload(
+        name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune", "forward")
+    ),
+    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, gate="softplus", decay="slow", tags=("tune", "forward")),
+    Workload(
+        name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, gate="softplus", decay="slow", tags=("tune", "forward")
+    ),
+    Workload(name="safe-T8192-H16-K256", T=8192, H=16, K=256, V=256, tags=("wide",)),
+    Workload(name="softplus-T8192-H16-K256", T=8192, H=16, K=256, V=256, gate="softplus", decay="slow", tags=("wide",)),
+    Workload(name="cpu-safe-K32", K=32, V=32, tags=("cpu",), **_ON_CPU),
+    Workload(name="cpu-softplus-K64", K=64, V=64, gate="softplus", tags=("cpu",), **_ON_CPU),
+    *(
+        Workload(name=f"train-{prefix}{name}", direction="bwd", tags=tags, **gate, **shape)
+        for prefix, gate, tags in _TRAINED_GATES
+        for name, shape in _TRAINED.items()
+    ),
+    Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
+    Workload(name="train-cpu-safe-K32", K=32, V=32, direction="bwd", tags=("train-cpu",), **_ON_CPU),
+    Workload(
+        name="train-cpu-softplus-K64", K=64, V=64, gate="softplus", direction="bwd", tags=("train-cpu",), **_ON_CPU
+    ),
+)
+
+
+def select(names_or_tags: Iterable[str]) -> tuple[Workload, ...]:
+    """The workloads of some names and tags, each once, in the order of the table.
+
+    Raises:
+        InputError: a word is neither; the message has the nearest names, the tags, and where all names are listed.
+    """
+    wanted = set(names_or_tags)
+    tags = sorted({tag for w in WORKLOADS for tag in w.tags})
+    known = [*tags, *(w.name for w in WORKLOADS)]
+    unknown = sorted(wanted.difference(known))
+    if unknown:
+        near = dict.fromkeys(name for word in unknown for name in difflib.get_close_matches(word, known))
+        meant = f"did you mean {' or '.join(near)}? The" if near else "the"
+        what = f"{meant} tags are {', '.join(tags)}; `kda-tl show --workloads` lists the names"
+        raise InputError(f"unknown workload {', '.join(unknown)}: {what}.")
+    return tuple(w for w in WORKLOADS if wanted & {w.name, *w.tags})

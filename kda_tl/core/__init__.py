@@ -1,0 +1,1 @@
+"""The words of the library: problems, devices, chunks, stages, pipelines, plans. Frozen data and functions."""

@@ -1,0 +1,117 @@
+"""Pipelines: ways to compute a pass, as tuples of stages over an environment of tensors by name.
+
+A stage reads the tensors that it names from the environment and leaves its outputs there. All else follows: which
+stages a problem launches, which of them residuals spare, and when a tensor is read for the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Stage
+
+# By direction, what a pass may be asked for; states before chunks only come with a problem that wants them
+RESULTS = {
+    "fwd": ("o", "ht", "h"),
+    "bwd": ("dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias"),
+}
+
+
+def operand_shapes(p: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of an operator's tensors as stages take them, the batch flattened into the tokens; not those of states."""
+    keys, values = (p.tokens, p.H, p.K), (p.tokens, p.HV, p.V)
+    sequences = {"q": keys, "k": keys, "v": values, "do": values, "g": (p.tokens, p.HV, p.G), "beta": (p.tokens, p.HV)}
+    return sequences | {"A_log": (p.HV,), "dt_bias": (p.HV, p.G)}
+
+
+# Executes a stage on its inputs and scalars by name. Returns its outputs in the order it declares, None for absent ones
+Launch = Callable[[Stage, dict[str, Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a pipeline launches for a problem.
+
+    Attributes:
+        stages: in launch order.
+        frees: for each stage the tensors that nothing needs after it.
+        results: names of the tensors that are returned.
+    """
+
+    stages: tuple[Stage, ...]
+    frees: tuple[tuple[str, ...], ...]
+    results: tuple[str, ...]
+
+    def run(self, launch: Launch, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Launches the stages one after the other; a tensor is let go after its last reader.
+
+        Args:
+            launch: executes one stage.
+            tensors: tensors and numbers by name, None for those that the problem lacks.
+
+        Returns:
+            The results by name, None for absent ones.
+        """
+        environment = dict(tensors)
+        for stage, names in zip(self.stages, self.frees, strict=True):
+            inputs = {name: environment[name] for name in (*stage.inputs, *stage.scalars)}
+            environment.update(zip(stage.outputs, launch(stage, inputs), strict=True))
+            for name in names:
+                del environment[name]
+        return {name: environment.get(name) for name in self.results}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One way to compute a pass.
+
+    Attributes:
+        name: as stored in plans.
+        direction: "fwd" or "bwd".
+        stages: in launch order.
+        residuals: of a backward, the tensors that spare it its first stages if the forward kept them. Chunks of both
+            passes must then be cut alike: residuals lie chunk by chunk.
+        segments: that all chunks of a batch would make if they were one sequence: sequences longer than such a segment
+            are cut. Kernels do not depend on it, only the chunk tables do.
+    """
+
+    name: str
+    direction: str
+    stages: tuple[Stage, ...]
+    residuals: tuple[str, ...] = ()
+    segments: int = 1
+
+    def flow(self, problem: Problem, results: Sequence[str] | None = None, given: Sequence[str] = ()) -> Flow:
+        """The launches that make some tensors.
+
+        Args:
+            problem: what is called.
+            results: names of the tensors that are wanted, :meth:`results_of` the problem unless given.
+            given: names of tensors that need not be made: residuals.
+        """
+        results = self.results_of(problem) if results is None else tuple(dict.fromkeys(results))
+        needed, stages = set(results), list[Stage]()
+        for stage in reversed(self.stages):
+            reads, writes = stage.tensors_of(problem)
+            if needed.intersection(writes).difference(given):
+                stages.insert(0, stage)
+                needed.update(reads)
+        last = {name: i for i, stage in enumerate(stages) for names in stage.tensors_of(problem) for name in names}
+        frees = [tuple(name for name in last if last[name] == i and name not in results) for i in range(len(stages))]
+        return Flow(tuple(stages), tuple(frees), results)
+
+    def results_of(self, problem: Problem) -> tuple[str, ...]:
+        """What a call of the problem gets."""
+        return tuple(name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states)
+
+    def stages_of(self, problem: Problem) -> tuple[Stage, ...]:
+        """The stages that are launched for a problem, in order."""
+        return self.flow(problem).stages
+
+    def finds_residuals(self, forward: Pipeline) -> bool:
+        """Whether a forward makes the residuals of this backward."""
+        makers = {stage.name for stage in self.stages if set(self.residuals) & stage.outputs.keys()}
+        return bool(makers) and makers <= {stage.name for stage in forward.stages}

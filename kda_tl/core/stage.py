@@ -1,0 +1,258 @@
+"""Vocabulary of the templates: configs whose space is their type, stages with named tensors, plans.
+
+Everything here is frozen data; nothing imports torch or tilelang.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.errors import InputError
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+BT_CHOICES = (64, 32, 16)
+BC_CHOICES = (16, 8)
+
+
+def axis(default: Any, *choices: Any) -> Any:
+    """Declares one tunable field of a config: the default first, then every choice."""
+    if default not in choices:
+        raise ValueError(f"default {default!r} is not among the choices {choices!r}")
+    return field(default=default, metadata={"choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a stage's kernel is built for: a problem, the chunk geometry and the device.
+
+    Attributes:
+        problem: the problem; kernels ignore its lengths.
+        device: where the kernel runs.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk; divides BT.
+    """
+
+    problem: Problem
+    device: Device
+    BT: int
+    BC: int
+
+    def __post_init__(self) -> None:
+        if self.BT not in BT_CHOICES or self.BC not in BC_CHOICES or self.BT % self.BC:
+            raise InputError(f"BT={self.BT}, BC={self.BC}: BT must be one of {BT_CHOICES}, BC of {BC_CHOICES}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One point of a stage's search space. Subclasses declare fields with :func:`axis`."""
+
+    @classmethod
+    def axes(cls) -> dict[str, tuple[Any, ...]]:
+        """Choices by field name."""
+        return {f.name: f.metadata["choices"] for f in fields(cls)}
+
+    @classmethod
+    def space(cls: type[ConfigT]) -> Iterator[ConfigT]:
+        """Every point of the space, valid or not, in a fixed order."""
+        axes = cls.axes()
+        for values in itertools.product(*axes.values()):
+            yield cls(**dict(zip(axes, values, strict=True)))
+
+    @classmethod
+    def size(cls) -> int:
+        """Number of points in the space."""
+        return math.prod(len(choices) for choices in cls.axes().values())
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+        """Builds a config from stored values.
+
+        Raises:
+            InputError: a field is missing, unknown, or has a value that is not among its choices.
+        """
+        axes = cls.axes()
+        if set(values) != set(axes):
+            raise InputError(f"{cls.__name__} has the fields {sorted(axes)}, got {sorted(values)}.")
+        for name, value in values.items():
+            if not any(type(value) is type(choice) and value == choice for choice in axes[name]):  # 1.0 is no 1
+                raise InputError(f"{cls.__name__}.{name} must be one of {axes[name]}, got {value!r}.")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field values, for records."""
+        return asdict(self)
+
+    def neighbours(self: ConfigT) -> Iterator[ConfigT]:
+        """Every config that differs in exactly one field."""
+        for name, choices in self.axes().items():
+            for choice in choices:
+                if choice != getattr(self, name):
+                    yield type(self)(**{**asdict(self), name: choice})
+
+    def reject(self, case: Case) -> str | None:
+        """A sentence that says why this config cannot run the case, or None. The one statement of constraints."""
+        return None
+
+
+def prefer(case: Case, *configs: ConfigT) -> ConfigT:
+    """The first of some configs that the case does not reject, else the first of their space, else the first."""
+    valid = (config for config in (*configs, *type(configs[0]).space()) if config.reject(case) is None)
+    return next(valid, configs[0])
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and presence of one named tensor of a stage.
+
+    Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``f32``, ``i32``),
+    and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or ``not`` and the field
+    that must be false.
+    """
+
+    dims: tuple[str, ...]
+    dtype: str
+    when: str | None
+    holds: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Parses the notation above."""
+        body, _, when = text.partition("?")
+        dims, _, dtype = body.partition(":")
+        *negation, field_name = when.split() or [""]
+        return cls(dims=tuple(dims.split()), dtype=dtype.strip(), when=field_name or None, holds=not negation)
+
+    def present(self, problem: Problem) -> bool:
+        """Whether the tensor exists for a problem."""
+        return self.when is None or bool(getattr(problem, self.when)) is self.holds
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return tuple(dim_size(dim, sizes) for dim in self.dims)
+
+    def element(self, problem: Problem) -> str:
+        """Element type: bf16, fp16, fp32 or i32."""
+        by_role = {"io": problem.dtype, "g": problem.g_dtype, "beta": problem.beta_dtype, "f32": "fp32", "i32": "i32"}
+        return by_role[self.dtype]
+
+
+def dim_size(dim: str, sizes: Mapping[str, int]) -> int:
+    """Size of a dimension of a spec: a number, a name, or ``name+1``."""
+    if dim.isdigit():
+        return int(dim)
+    name, _, extra = dim.partition("+")
+    return sizes[name] + (int(extra) if extra else 0)
+
+
+def static_sizes(case: Case) -> dict[str, int]:
+    """Dimensions known when a kernel is built. LOWER HALF: a lower triangle's two halves, see ``pack_lower``."""
+    p = case.problem
+    heads = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "G": p.G}
+    chunk = {"BT": case.BT, "BC": case.BC, "HALF": case.BT // 2, "LOWER": case.BT + case.BT // 2}
+    return heads | {"KP": p.KP, "VP": p.VP, "GP": p.GP} | chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Floors of one launch: what must move through device memory, and what must be computed."""
+
+    bytes: int
+    flops: int
+
+
+def no_passes(case: Case) -> dict[str, Any]:
+    """Of a kernel that needs no settings of its own."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One kernel launch in a pass.
+
+    Attributes:
+        name: file name of the template.
+        inputs: tensor name -> spec notation, in the order of the kernel's parameters.
+        outputs: the same, for what the stage writes; they follow the inputs.
+        scalars: float parameters, last.
+        config: the search space.
+        build: ``(case, config) -> tilelang PrimFunc``.
+        reference: plain PyTorch twin: keyword tensors and scalars, ``case`` first; returns a dict of outputs.
+        default: ``case -> config`` when nothing is tuned.
+        cost: ``(case, sizes) -> Cost`` with sizes holding those of a layout as well.
+        tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
+        weightless: root mean square of an output below which its error is taken relative to this instead: what uses
+            it would not notice.
+        passes: ``case -> settings`` of TileLang's passes that its CUDA kernel needs, beside everyone's.
+    """
+
+    name: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    scalars: tuple[str, ...] = ()
+    config: type[Config]
+    build: Callable[[Case, Any], Any]
+    reference: Callable[..., dict[str, Any]]
+    default: Callable[[Case], Config]
+    cost: Callable[[Case, Mapping[str, int]], Cost]
+    tolerance: Mapping[str, float]
+    weightless: Mapping[str, float] = field(default_factory=dict)
+    passes: Callable[[Case], Mapping[str, Any]] = no_passes
+
+    @functools.cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Parsed specs of all tensors, inputs first."""
+        return {name: TensorSpec.parse(text) for name, text in {**self.inputs, **self.outputs}.items()}
+
+    def tensors_of(self, problem: Problem) -> tuple[list[str], list[str]]:
+        """Names of the tensors that it reads and of those that it writes, but for what the problem lacks."""
+        present = [name for name, spec in self.specs.items() if spec.present(problem)]
+        return [name for name in present if name in self.inputs], [name for name in present if name in self.outputs]
+
+    def candidates(self, case: Case) -> Iterator[Config]:
+        """Every config of the space that the case does not reject."""
+        return (config for config in self.config.space() if config.reject(case) is None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What runs: a pipeline, the chunk geometry, and one config a stage.
+
+    Attributes:
+        pipeline: name of the pipeline.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk.
+        stages: (stage name, config) pairs in launch order.
+        kept: of a backward: its first results are the forward's, kept in memory, wherever that made the same ones.
+    """
+
+    pipeline: str
+    BT: int
+    BC: int
+    stages: tuple[tuple[str, Config], ...]
+    kept: bool = False
+
+    @property
+    def label(self) -> str:
+        """Pipeline and chunk sizes, for people."""
+        return f"{self.pipeline}, BT={self.BT}, BC={self.BC}" + (", kept" if self.kept else "")
+
+    def config(self, stage: str) -> Config:
+        """The config of one stage."""
+        return dict(self.stages)[stage]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form stored in the database."""
+        return {
+            "pipeline": self.pipeline,
+            "BT": self.BT,
+            "BC": self.BC,
+            "stages": {name: config.as_dict() for name, config in self.stages},
+        } | ({"kept": True} if self.kept else {})

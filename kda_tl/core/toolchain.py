@@ -1,0 +1,161 @@
+"""TileLang, imported when a kernel is needed, and the folder in which it keeps kernels.
+
+TileLang 0.1.15 makes that folder when it is imported, writes there after each compilation, and fails if it cannot.
+Kernels are then kept in a temporary folder, which the processes that this one starts share, and which goes when this
+one ends. A folder that can only be read still serves the kernels it holds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from importlib import metadata
+from typing import Any
+
+from kda_tl.core.device import Device, find_compiler
+from kda_tl.core.packages import describe_failure
+from kda_tl.errors import CompileError, KdaTlWarning
+
+CACHE_VARIABLE = "TILELANG_CACHE_DIR"
+_refused = ""
+
+
+def import_tilelang() -> None:
+    """Imports TileLang.
+
+    Raises:
+        CompileError: it is missing or broken; the message says what to install.
+    """
+    failure = _try_tilelang()
+    if failure is not None:
+        raise CompileError(f"{_explain(failure)}; `kda-tl doctor` says more.") from failure
+
+
+def _explain(failure: Exception) -> str:
+    if isinstance(failure, OSError) and is_of_cache(failure):
+        return f"TileLang cannot make its folder for kernels ({failure}): set {CACHE_VARIABLE} to one you may write"
+    return describe_failure("tilelang", failure)
+
+
+@functools.cache
+def _try_tilelang() -> Exception | None:
+    """What its import raised: tried once, since what it loaded before it failed cannot be loaded twice."""
+    ensure_cache()
+    try:
+        import tilelang  # noqa: F401
+    except Exception as error:  # a broken package raises what it likes
+        return error
+    return None
+
+
+def can_import_tilelang() -> bool:
+    """Whether TileLang is there and works."""
+    return _try_tilelang() is None
+
+
+def explain_missing(device: Device) -> str:
+    """Why kernels cannot be built for a device where they cannot, and what to do, without a full stop."""
+    if find_compiler(device) is not None and (failure := _try_tilelang()) is not None:
+        return _explain(failure)
+    what = "nvcc" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
+    return f"no compiler found: install {what}"
+
+
+def cache_directory() -> str:
+    """Where TileLang keeps kernels."""
+    return os.environ.get(CACHE_VARIABLE, os.path.expanduser("~/.tilelang/cache"))
+
+
+def cache_refusal() -> str:
+    """Which folder for kernels could not be written, and why; empty if all is well."""
+    return _refused
+
+
+def ensure_cache() -> None:
+    """Sees to it that TileLang has the folders it makes when it is imported: if need be other ones, with a warning."""
+    try:
+        _make_folders()
+    except OSError as error:
+        replace_cache(error)
+
+
+def _make_folders() -> None:
+    for folder in (cache_directory(), *cache_folders()):  # an empty name is refused as TileLang does
+        os.makedirs(folder, exist_ok=True)
+
+
+def cache_folders() -> tuple[str, str]:
+    """Where TileLang 0.1.15 keeps kernels, and where it writes them first."""
+    try:
+        version, _, local = metadata.version("tilelang").partition("+")
+    except metadata.PackageNotFoundError:  # missing, or not installed by a package manager
+        return cache_directory(), cache_directory()
+    name = f"{version}_{re.sub('[^0-9A-Za-z]', '_', local)}" if local else version
+    root = os.path.join(cache_directory(), name, f"{sys.platform}-{platform.machine()}")
+    return os.path.join(root, "kernels"), os.path.join(root, ".staging")
+
+
+def is_of_cache(error: OSError) -> bool:
+    """Whether an error is about TileLang's folder: one that turned read-only, or is full, after it was imported."""
+    directory, refused = cache_directory(), str(error.filename)
+    return refused.startswith(directory) or directory.startswith(refused)  # the folder above may be the one that went
+
+
+@functools.cache
+def _warn_not_kept(directory: str) -> None:
+    text = f"kernels cannot be kept in {directory} (is its disk full?), so every process compiles its own"
+    warnings.warn(f"{text}: set {CACHE_VARIABLE} to a directory with room.", KdaTlWarning, stacklevel=3)
+
+
+def warn_if_not_kept(jit: Any) -> None:
+    """Warns, once a folder, if TileLang could not write a kernel that it compiled: it only logs that."""
+    path = getattr(jit, "_tilelang_cache_path", None)
+    if path is not None and not os.path.isdir(path):
+        _warn_not_kept(cache_directory())
+
+
+def replace_cache(error: OSError) -> None:
+    """Gives TileLang a temporary folder, in this process and in those that it starts, with the kernels of its own.
+
+    Args:
+        error: what its own folder was refused with.
+
+    Raises:
+        CompileError: no temporary folder can be made either.
+    """
+    global _refused
+    reason = f"{cache_directory() or repr('')} ({error.strerror or error})"
+    try:
+        folder = tempfile.mkdtemp(prefix="kda_tl-kernels-")
+    except OSError as second:
+        raise CompileError(
+            f"kernels cannot be kept in {reason}, nor in a temporary folder ({second.strerror or second}): set "
+            f"{CACHE_VARIABLE} to a directory you may write."
+        ) from error
+    _refused = reason
+    kept, _ = cache_folders()
+    os.environ[CACHE_VARIABLE] = folder  # which is read for each kernel
+    _make_folders()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(kept):
+            os.symlink(os.path.join(kept, name), os.path.join(cache_folders()[0], name))
+    atexit.register(_remove, folder, os.getpid())
+    warnings.warn(
+        f"kernels cannot be kept in {reason}, so every process compiles its own: set {CACHE_VARIABLE} to a "
+        "directory you may write.",
+        KdaTlWarning,
+        stacklevel=2,
+    )
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child
+        shutil.rmtree(folder, ignore_errors=True)

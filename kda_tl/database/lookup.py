@@ -1,0 +1,303 @@
+"""Which stored plan serves a problem: a loaded database, and the order in which databases are asked.
+
+The order (step 0, an override, and steps 4 and 5, default and reference, belong to the dispatcher):
+
+1. the exact bucket on the same GPU, sources in order;
+2. the nearest bucket on the same GPU, at most 2 doublings away on each axis;
+3. the nearest bucket, as in 2 or the very one, on a GPU of the same architecture with an SM count within 20 %.
+
+Steps are outermost: a plan measured for this bucket beats a near one of an earlier source. Within 2 and 3 all sources
+compete, the shortest distance wins, and ties go to the earlier source. An entry counts by its distance, whatever won
+its contest: that the default is best near by is worth knowing, and what won far away is not. In 2 and 3 it must be of
+all pipelines, not of one tuned alone. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x off the optimum on A4000
+and A6000.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kda_tl.core.device import Device
+from kda_tl.core.files import read_regular
+from kda_tl.database.file import MAX_FILE_BYTES, Document, Gpu
+from kda_tl.database.records import Entry, Key
+from kda_tl.errors import DatabaseError, KdaTlWarning
+
+if TYPE_CHECKING:
+    if sys.version_info >= (3, 11):
+        from importlib.resources.abc import Traversable
+    else:
+        from importlib.abc import Traversable
+
+MAX_RATIO = 4  # between two buckets of one axis: 2 doublings
+MAX_SM_DIFFERENCE = 0.2
+EXACT, NEAREST, SAME_ARCH = "exact bucket", "nearest bucket", "same architecture"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TuningFile:
+    """One file of a database, indexed.
+
+    Attributes:
+        path: where it was read.
+        gpu: the GPU it was measured on.
+        operator: whose plans it holds.
+        direction: of which pass.
+        entries: its valid entries by key.
+        skipped: a sentence for each entry that is not valid, and so a miss.
+    """
+
+    path: str
+    gpu: Gpu
+    operator: str
+    direction: str
+    entries: Mapping[Key, Entry]
+    skipped: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def by_semantic(self) -> Mapping[tuple[Any, ...], Sequence[Entry]]:
+        """Entries by the fields that must match, in the order of their keys."""
+        groups: dict[tuple[Any, ...], list[Entry]] = {}
+        for key in sorted(self.entries):
+            groups.setdefault(key.semantic, []).append(self.entries[key])
+        return groups
+
+    @classmethod
+    def read(cls, file: Path | Traversable, folder: str) -> TuningFile:
+        """Reads one file.
+
+        Args:
+            file: the file.
+            folder: name of its folder, the slug it must be of.
+
+        Raises:
+            DatabaseError: the file as a whole cannot be used.
+        """
+        document = read_document(file, folder)
+        entries, skipped = {}, []
+        for i, values in enumerate(document.entries):
+            try:
+                entry = Entry.from_dict(values, f"entries[{i}]")
+            except DatabaseError as error:
+                skipped.append(str(error))
+            else:
+                entries[entry.key] = entry
+        return cls(
+            path=str(file),
+            gpu=document.gpu,
+            operator=document.operator,
+            direction=document.direction,
+            entries=entries,
+            skipped=tuple(skipped),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Database:
+    """The tuning files under one directory, read once and never written; compared by identity.
+
+    Attributes:
+        name: what it is called in reasons: "overlay", "$KDA_TL_DB", "user", "packaged".
+        path: its directory.
+        files: its usable files by (slug, operator, direction).
+        skipped: a sentence for each file or entry that was not usable.
+    """
+
+    name: str
+    path: str
+    files: Mapping[tuple[str, str, str], TuningFile] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | Traversable, name: str) -> Database:
+        """Reads ``<path>/<slug>/<operator>_<direction>.json``.
+
+        What cannot be used is warned of once and left out, so that the next source serves; nothing is raised.
+        """
+        root = Path(path) if isinstance(path, (str, os.PathLike)) else path
+        files: dict[tuple[str, str, str], TuningFile] = {}
+        skipped: list[str] = []
+        for file, folder in _find_files(root, skipped):
+            try:
+                read = TuningFile.read(file, folder)
+            except DatabaseError as error:
+                skipped.append(f"{file} is not used: {error}")
+                continue
+            files[read.gpu.slug, read.operator, read.direction] = read
+            if read.skipped:
+                total = len(read.skipped) + len(read.entries)
+                skipped.append(f"{file}: {len(read.skipped)} of {total} entries are not used: {read.skipped[0]}")
+        for sentence in skipped:
+            warnings.warn(f"{name} tuning database: {sentence}. The next source serves.", KdaTlWarning, stacklevel=2)
+        return cls(name=name, path=str(root), files=files, skipped=tuple(skipped))
+
+
+def _find_files(root: Path | Traversable, skipped: list[str]) -> Iterator[tuple[Path | Traversable, str]]:
+    """JSON files one folder below the root, in a fixed order."""
+    try:
+        folders = sorted((item for item in root.iterdir() if item.is_dir()), key=lambda item: item.name)
+        found = [(file, folder.name) for folder in folders for file in folder.iterdir()]
+    except OSError as error:
+        skipped.append(f"{root} cannot be listed ({error.strerror or error})")
+        return
+    for file, folder_name in sorted(found, key=lambda pair: (pair[1], pair[0].name)):
+        if file.name.endswith(".json") and not file.name.startswith("."):
+            yield file, folder_name
+
+
+def read_document(file: Path | Traversable, folder: str) -> Document:
+    """Reads one file and checks that it lies where its content says.
+
+    Raises:
+        NewerSchemaError: a later version of kda_tl wrote it.
+        DatabaseError: it cannot be read or understood, or belongs elsewhere.
+    """
+    try:
+        document = Document.parse(read_regular(file, MAX_FILE_BYTES).decode("utf-8"))
+    except OSError as error:
+        raise DatabaseError(f"it cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise DatabaseError("it is not UTF-8 text") from error
+    place = f"{document.gpu.slug}/{document.operator}_{document.direction}.json"
+    if place != f"{folder}/{file.name}":
+        raise DatabaseError(f"its content belongs in {place}")
+    return document
+
+
+class Hit(NamedTuple):
+    """An entry that may serve a problem.
+
+    Attributes:
+        step: "exact bucket", "nearest bucket" or "same architecture".
+        database: where it was found.
+        file: its file.
+        entry: the entry.
+        distance: doublings between the two buckets, summed over heads, tokens and longest.
+        key: what was looked up.
+        device: for which device.
+    """
+
+    step: str
+    database: Database
+    file: TuningFile
+    entry: Entry
+    distance: float
+    key: Key
+    device: Device
+
+    @property
+    def source(self) -> str:
+        """Name of the database."""
+        return self.database.name
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return self.file.path
+
+    @property
+    def reason(self) -> str:
+        """A sentence for people; made when asked for, since the call path does not ask."""
+        gpu = self.file.gpu
+        text = f"tuned on {gpu.slug}"
+        if gpu.slug != self.device.slug:
+            text += f" ({gpu.arch}, {gpu.sms} SMs; this {self.device.slug} has {self.device.num_sms})"
+        axes = [
+            f"{name} {theirs} instead of {ours}"
+            for name, theirs, ours in zip(
+                ("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True
+            )
+            if theirs != ours
+        ]
+        text += " for " + (", ".join(axes) or "this bucket")
+        ratio, only = self.entry.vs_default.ratio, self.entry.provenance.get("pipeline")
+        default = "default" if only is None else f"default of {only}"
+        return f"{self.step} in the {self.source} database: {text}; {ratio:.2f}x the {default} there."
+
+
+def lookup(
+    key: Key,
+    device: Device,
+    databases: Sequence[Database],
+    *,
+    operator: str,
+    direction: str,
+    numerics: str | None = None,
+) -> Hit | None:
+    """The first of :func:`iter_hits`, or None."""
+    return next(iter_hits(key, device, databases, operator=operator, direction=direction, numerics=numerics), None)
+
+
+def iter_hits(
+    key: Key,
+    device: Device,
+    databases: Sequence[Database],
+    *,
+    operator: str,
+    direction: str,
+    numerics: str | None = None,
+) -> Iterator[Hit]:
+    """Entries that may serve a key, best first, so that a caller who rejects a plan can take the next.
+
+    Args:
+        key: of the problem.
+        device: where it runs.
+        databases: sources, first in rank first.
+        operator: whose plans.
+        direction: of which pass.
+        numerics: if given, only entries of this numerics class.
+    """
+    name = (device.slug, operator, direction)
+    own = [(db, db.files[name]) for db in databases if name in db.files]
+    own = [(db, file) for db, file in own if file.gpu.arch == device.arch]
+    for db, file in own:
+        entry = file.entries.get(key)
+        if entry is not None and numerics in (None, entry.numerics):
+            yield Hit(EXACT, db, file, entry, 0.0, key, device)
+    for distance, db, file, entry in _nearest(own, key, device, numerics):
+        if distance:
+            yield Hit(NEAREST, db, file, entry, distance, key, device)
+    others = [
+        (db, file)
+        for db in databases
+        for file in db.files.values()
+        if (file.operator, file.direction) == (operator, direction)
+        and (file.gpu.slug != device.slug and file.gpu.arch == device.arch)
+        and abs(file.gpu.sms - device.num_sms) <= MAX_SM_DIFFERENCE * device.num_sms
+    ]
+    for distance, db, file, entry in _nearest(others, key, device, numerics):
+        yield Hit(SAME_ARCH, db, file, entry, distance, key, device)
+
+
+def measure_distance(a: Key, b: Key) -> float | None:
+    """Doublings between two keys, summed over heads, tokens and longest; None if one axis is over the cap."""
+    larger = smaller = 1  # products of integers, so that equal distances are equal to the last bit
+    for x, y in zip(a.buckets, b.buckets, strict=True):
+        low, high = (x, y) if x < y else (y, x)
+        if high > MAX_RATIO * low:
+            return None
+        larger, smaller = larger * high, smaller * low
+    return math.log2(larger / smaller) if a.semantic == b.semantic else None
+
+
+def _nearest(
+    files: Iterable[tuple[Database, TuningFile]], key: Key, device: Device, numerics: str | None
+) -> list[tuple[float, Database, TuningFile, Entry]]:
+    found = [
+        (distance, db, file, entry)
+        for db, file in files
+        for entry in file.by_semantic.get(key.semantic, ())
+        if (distance := measure_distance(key, entry.key)) is not None
+        and "pipeline" not in entry.provenance  # others were not tried, the ratio says nothing of them
+        and numerics in (None, entry.numerics)
+    ]
+    # sorted() is stable: ties keep the order of the sources.
+    return sorted(found, key=lambda hit: (hit[0], abs(hit[2].gpu.sms - device.num_sms)))

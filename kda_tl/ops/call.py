@@ -1,0 +1,304 @@
+"""One call of an operator: from its arguments to the launches of a pass, and what earlier calls spare it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from kda_tl.core.device import Device, cpu_device, cuda_device
+from kda_tl.core.layout import make_layout
+from kda_tl.core.pipeline import operand_shapes
+from kda_tl.core.plain import Signature, align, check_gradient, check_memory, describe
+from kda_tl.core.problem import Problem
+from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
+from kda_tl.ops.operator import Args, Bounds, Operator
+from kda_tl.reference import recurrent_kda
+from kda_tl.runtime.dispatch import DEFAULT_BT, Choice, build_program, choose, context, prepare
+from kda_tl.runtime.program import Compute, Program
+
+Tensor = torch.Tensor
+
+
+class Ready(NamedTuple):
+    """What a call needs besides its tensors; the same for all calls of one signature."""
+
+    operator: Operator
+    signature: Signature
+    problem: Problem
+    device: Device
+    where: torch.device
+    gpu: int | None  # its index
+    chunk_size: int | None
+    choice: Choice
+    compute: Compute | None  # None: the reference path
+    bounds: Bounds
+    operands: tuple[str, ...]  # those that are there, as pipelines name them
+    pick: Callable[[Args], tuple[Tensor, ...]]  # takes these of the arguments
+    widened: tuple[str, ...]  # of these, those that come in other dtypes than pipelines take
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of these on the CPU, as pipelines take them
+    constants: dict[str, Any]  # what pipelines take besides the caller's tensors
+    like: tuple[tuple[int, ...], torch.dtype]  # shape and dtype of o
+
+
+_WIDE = ("A_log", "dt_bias", "h0")  # pipelines take them as fp32
+_ready: dict[tuple[Any, ...], Ready] = {}
+_READY_LIMIT = 4096
+
+
+def find_ready(operator: Operator, a: Args) -> Ready:
+    """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
+    try:
+        signature = describe(operator.pick_operands(a))
+        packed = getattr(a, operator.packed) is not None
+        key = (operator, signature, operator.pick_flags(a), packed, operator.find_bounds(a), context())
+        found = _ready.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no sizes: let the checks say it
+        operator.check(a)
+        raise
+    if found is None:
+        found = _make_ready(operator, a, signature, key[-2])
+        if len(_ready) >= _READY_LIMIT:
+            _ready.clear()
+        _ready[key] = found
+    return found
+
+
+def pose(operator: Operator, a: Args, bounds: Bounds) -> tuple[Problem, Device, int | None]:
+    """The problem of a call, its device and the chunk size it asks for. Raises InputError for what cannot be used."""
+    problem, first = operator.pose(a, bounds), operator.pick_operands(a)[0]
+    device = cuda_device(first.device.index or 0) if first.is_cuda else cpu_device()
+    asked = operator.asks(a, operator.chunk_size)
+    return problem, device, asked or (DEFAULT_BT if problem.intermediate_states else None)
+
+
+@functools.cache
+def _pick_arguments(names: tuple[str, ...]) -> Callable[[Args], tuple[Tensor, ...]]:
+    return attrgetter(*names)
+
+
+def _make_ready(operator: Operator, a: Args, signature: Signature, bounds: Bounds) -> Ready:
+    """Chooses a plan and compiles it."""
+    problem, device, chunk_size = pose(operator, a, bounds)
+    choice, program = prepare(problem, device, chunk_size)
+    o = getattr(a, operator.like)
+    where = o.device
+    given = {name: x for name, x in zip(operator.operands, signature, strict=True) if x and problem.has(name)}
+    constants: dict[str, Any] = dict.fromkeys(operator.operands.keys() - given.keys())
+    constants |= operator.numbers(a)
+    compute: Compute | None = None
+    if program is not None and problem.tokens:
+        compute, tables = _bind(program, bounds, where, views=(("o", tuple(o.shape)),))
+        constants |= tables
+    return Ready(
+        operator=operator,
+        signature=signature,
+        problem=problem,
+        device=device,
+        where=where,
+        gpu=where.index if where.type == "cuda" else None,
+        chunk_size=chunk_size,
+        choice=choice,
+        compute=compute,
+        bounds=bounds,
+        operands=tuple(given),
+        pick=_pick_arguments(tuple(operator.operands[name] for name in given)),
+        widened=tuple(name for name in _WIDE if name in given and given[name][1] != torch.float32),
+        shapes=tuple((name, shape) for name, shape in operand_shapes(problem).items() if name in given),
+        constants=constants,
+        like=(tuple(o.shape), o.dtype),
+    )
+
+
+def _bind(
+    program: Program,
+    bounds: Bounds,
+    where: torch.device,
+    results: tuple[str, ...] | None = None,
+    views: tuple[tuple[str, tuple[int, ...]], ...] = (),
+) -> tuple[Compute, dict[str, Any]]:
+    """A program for the lengths of a call, and the chunk tables it takes."""
+    layout = make_layout(bounds, program.plan.BT, where, program.pipeline.segments)
+    return program.bind(layout.sizes, where, results, views), layout.tables
+
+
+def _find_operands(ready: Ready, a: Args, **more: Tensor | None) -> dict[str, Any]:
+    """The caller's tensors as pipelines take them."""
+    tensors: dict[str, Any] = dict(zip(ready.operands, ready.pick(a)))  # noqa: B905 (0.1 us)
+    if more:
+        tensors.update(more)
+    for name in ready.widened:
+        check_memory(name, tensors[name])
+        tensors[name] = tensors[name].float()
+    if ready.gpu is not None:  # replays read addresses, for which all of this has its shape already
+        return align(tensors)
+    for name, x in tensors.items():
+        if x is not None:  # a read beyond a tensor's memory would end the process
+            check_memory(name, x)
+    tensors = align(tensors)
+    for name, shape in ready.shapes:
+        tensors[name] = tensors[name].view(shape)
+    if "do" in more:
+        tensors["do"] = tensors["do"].flatten(0, 1)
+    return tensors
+
+
+def run_forward(ready: Ready, compute: Compute, a: Args) -> Any:
+    """Launches the kernels; nothing here waits for the device."""
+    tensors = _find_operands(ready, a)
+    tensors.update(ready.constants)
+    return _view_results(ready, compute(tensors))
+
+
+def run_keeping(ready: Ready, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
+    """:func:`run_forward`, and the residuals of these names for the backward."""
+    p = replace(ready.problem, direction="bwd")  # what it makes must be what a backward would make again
+    program = build_program(ready.choice.plan, p.without_lengths(), ready.device)
+    compute, _ = _bind(program, ready.bounds, ready.where, (*program.flow().results, *names))
+    out = compute(_find_operands(ready, a) | ready.constants)
+    return _view_results(ready, out), {name: out[name] for name in names}
+
+
+def _view_results(ready: Ready, out: Mapping[str, Any]) -> Any:
+    """A pass's results as the operator returns them."""
+    (shape, dtype), p, o = ready.like, ready.problem, out["o"]
+    if o.shape != shape:  # a view is 2.5 us of the host's time
+        o = o.view(shape)
+    if o.dtype != dtype:  # the CPU target computes in fp32
+        o = o.to(dtype)
+    if not p.intermediate_states:
+        return o, out["ht"]
+    h = out["h"].to(dtype).unflatten(0, (shape[0], -1))[..., : p.K, : p.V]
+    return o, out["ht"], h.transpose(-1, -2) if p.state_v_first else h
+
+
+class Backward(NamedTuple):
+    """How a call's backward runs.
+
+    Attributes:
+        choice: its plan, and why.
+        residuals: names of what the forward keeps for it; empty if it computes them again.
+    """
+
+    choice: Choice
+    residuals: tuple[str, ...] = ()
+
+
+def choose_backward(ready: Ready, keep: bool = False) -> Backward:
+    """The backward of a call, chosen with its forward: pins and overlays hold where the operator is called.
+
+    Args:
+        ready: of the forward call.
+        keep: begin from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so itself.
+
+    Raises:
+        InputError: ``keep``, and the pinned plan cuts other chunks.
+    """
+    problem, forward = replace(ready.problem, direction="bwd", intermediate_states=False), ready.choice.plan
+    asked = ready.chunk_size and _choose_chunks(problem, ready.device, ready.chunk_size, context())
+    choice = asked or choose(problem, ready.device)  # a hint: the backward may have room for shorter chunks only
+    if forward is None or choice.plan is None or not (keep or choice.plan.kept):
+        return Backward(choice)
+    resumable: Choice | None = choice
+    if choice.plan.BT != forward.BT:
+        if not keep:  # the plan would have them, the caller does not insist
+            return Backward(choice)
+        if choice.step == "pinned":
+            flag, chunks = ready.operator.keep, ready.operator.chunk_size
+            raise InputError(
+                f"{flag}=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
+                f" and the forward BT={forward.BT}: pass {chunks}={choice.plan.BT}, pin plans of one BT, or leave"
+                f" {flag} out."
+            )
+        resumable = _choose_chunks(problem, ready.device, forward.BT, context())
+    if resumable is None or resumable.plan is None:
+        return Backward(choice)
+    from kda_tl.templates.pipelines import PIPELINES
+
+    pipeline = PIPELINES[resumable.plan.pipeline]
+    found = pipeline.finds_residuals(PIPELINES[forward.pipeline])
+    return Backward(resumable, pipeline.residuals) if found else Backward(choice)
+
+
+@functools.lru_cache(maxsize=512)
+def _choose_chunks(problem: Problem, device: Device, BT: int, _context: tuple[Any, ...]) -> Choice | None:
+    """The choice among plans of one BT; None where the device has no room, or a pinned numerics class no plan."""
+    try:
+        return choose(problem, device, BT)
+    except InputError:
+        return None
+
+
+def run_backward(
+    ready: Ready,
+    backward: Backward,
+    a: Args,
+    do: Tensor | None,
+    dht: Tensor | None,
+    residuals: Mapping[str, Tensor | None] | None = None,
+) -> list[Tensor | None]:
+    """Gradients of the differentiable arguments in their order, shapes and dtypes; None for absent ones.
+
+    Args:
+        ready: of the forward call.
+        backward: of :func:`choose_backward`.
+        a: the arguments of the forward call.
+        do: gradient of o, zeros if None.
+        dht: gradient of the final state, absent if None.
+        residuals: of :func:`run_keeping`; computed again if None.
+    """
+    p, (shape, dtype), where = _backward_problem(ready.problem, dht is not None), ready.like, ready.where
+    program = build_program(backward.choice.plan, p, ready.device, from_residuals=residuals is not None)
+    compute, tables = _bind(program, ready.bounds, where)
+    if do is None:
+        do = torch.zeros(shape, dtype=dtype, device=where)
+    else:
+        do = check_gradient("o", do, shape, where).to(dtype)
+    if dht is not None:
+        state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+        dht = check_gradient("the final state", dht, (len(ready.bounds) - 1, p.HV, *state), where).float()
+    tensors = _find_operands(ready, a, do=do, dht=dht, **residuals or {})
+    out = compute(tensors | ready.constants | tables)
+    found = zip((out[f"d{name}"] for name in ready.operator.operands), ready.signature, strict=True)
+    return [None if x is None or of is None else x.view(of[0]).to(of[1]) for x, of in found]
+
+
+@functools.lru_cache(maxsize=512)
+def _backward_problem(problem: Problem, final_state: bool) -> Problem:
+    """What a backward's kernels are compiled for."""
+    return replace(problem, direction="bwd", final_state=final_state, intermediate_states=False).without_lengths()
+
+
+def run_reference(ready: Ready, a: Args) -> Any:
+    """The recurrence in plain PyTorch: where no compiler was found, and for calls without tokens."""
+    p, (shape, dtype) = ready.problem, ready.like
+    for name in ready.operator.tensors:
+        if (x := getattr(a, name)) is not None:
+            check_memory(name, x)
+    if ready.choice.plan is None:
+        _warn_reference(ready.operator.name, ready.choice.reason)
+    if p.intermediate_states and p.tokens:
+        raise UnsupportedError(
+            "the reference path has no chunks, so no intermediate states: install a compiler (see `kda-tl doctor`)."
+        )
+    arguments = ready.operator.recurrence(a) | {"cu_seqlens": torch.tensor(ready.bounds) if p.varlen else None}
+    with torch.autocast(ready.where.type, enabled=False):  # kernels do not see it either
+        o, state = recurrent_kda(**arguments, dtype=torch.float32)
+    o, ht = o.to(dtype), state if p.final_state else None
+    if not p.intermediate_states:
+        return o, ht
+    return o, ht, o.new_empty((shape[0], 0, *state.shape[1:]))
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_reference(name: str, reason: str) -> None:
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"{name} is slow here: {reason}.", KdaTlWarning, stacklevel=5)

@@ -1,0 +1,131 @@
+"""An operator as PyTorch sees it: one opaque operator forward and one backward, ``torch.ops.kda_tl.*``.
+
+Here pass calls inside ``torch.compile`` and those that are not plain (:mod:`kda_tl.core.plain`). Plain eager calls do
+not: PyTorch's operator layer costs more host time than the rest of a call. Absent tensors are empty ones, because
+operators return no None. Intermediates are never kept: what an operator returns is fixed, so the backward always
+computes them again, to the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from kda_tl.errors import UnsupportedError
+from kda_tl.ops.call import choose_backward, find_ready, run_backward, run_forward, run_reference
+from kda_tl.ops.operator import Args, Operator
+from kda_tl.runtime.dispatch import DEFAULT_BT
+
+Tensor = torch.Tensor
+
+
+def register(operator: Operator) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Defines the two operators. Returns the forward's, which takes the arguments of the schema in order."""
+    arguments = ", ".join(f"{kind} {name}" for name, kind in operator.schema.items())
+
+    def run(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _run(operator, _name(operator, values))
+
+    def run_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _run_fake(operator, _name(operator, values))
+
+    def differentiate(do: Tensor, dht: Tensor | None, *values: Any) -> list[Tensor]:
+        return _differentiate(operator, _name(operator, values), do, dht)
+
+    def differentiate_fake(do: Tensor, dht: Tensor | None, *values: Any) -> list[Tensor]:
+        tensors = operator.pick_operands(_name(operator, values))
+        return [_empty(do) if x is None else x.new_empty(x.shape) for x in tensors]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        given = dict(zip(operator.schema, inputs, strict=True))
+        ctx.tensors = [name for name in operator.all_tensors if given[name] is not None]
+        ctx.save_for_backward(*(given.pop(name) for name in ctx.tensors))
+        ctx.others = given
+        ctx.mark_non_differentiable(output[2])
+
+    def backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        a = operator.Arguments(**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)))
+        found = differentiate_opaque(operator, a, do, dht if getattr(a, operator.final_state) else None)
+        gradients = dict(zip(operator.tensors, found, strict=True))
+        return tuple(gradients.get(name) for name in operator.schema)
+
+    forward = torch.library.custom_op(
+        f"kda_tl::{operator.name}", run, mutates_args=(), schema=f"({arguments}) -> (Tensor, Tensor, Tensor)"
+    )
+    forward.register_fake(run_fake)
+    schema = f"(Tensor do, Tensor? dht, {arguments}) -> Tensor[]"
+    gradient = torch.library.custom_op(
+        f"kda_tl::{operator.name}_backward", differentiate, mutates_args=(), schema=schema
+    )
+    gradient.register_fake(differentiate_fake)
+    forward.register_autograd(backward, setup_context=keep)
+    gradient.register_autograd(lambda ctx, *grads: refuse_second_derivative(operator.name))
+    forwards[operator.name], _gradients[operator.name] = forward, gradient
+    return forward
+
+
+forwards: dict[str, Any] = {}  # by the name of the operator
+_gradients: dict[str, Any] = {}
+
+
+def _name(operator: Operator, values: tuple[Any, ...]) -> Args:
+    return operator.Arguments(**dict(zip(operator.schema, values, strict=True)))
+
+
+def _run(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
+    ready = find_ready(operator, a)
+    with torch.no_grad(), torch.cuda.device_of(getattr(a, operator.like)):
+        if ready.compute is None:
+            o, ht, *h = run_reference(ready, a)
+        else:
+            o, ht, *h = run_forward(ready, ready.compute, a)
+    return o, _empty(o) if ht is None else ht, h[0].contiguous() if h else _empty(o)
+
+
+def _run_fake(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
+    shapes, like = operator.shapes(a, operator.asks(a, operator.chunk_size) or DEFAULT_BT), getattr(a, operator.like)
+    ht = h = _empty(like)
+    if getattr(a, operator.final_state):
+        ht = like.new_empty(shapes["ht"], dtype=torch.float32)
+    if operator.asks(a, operator.states):
+        h = like.new_empty([torch.library.get_ctx().new_dynamic_size() if n is None else n for n in shapes["h"]])
+    return like.new_empty(shapes["o"]), ht, h
+
+
+def _differentiate(operator: Operator, a: Args, do: Tensor, dht: Tensor | None) -> list[Tensor]:
+    ready, tensors = find_ready(operator, a), operator.pick_operands(a)
+    if ready.problem.tokens == 0:  # the final state is the initial one, and nothing else plays a part
+        zeros = [_empty(do) if x is None else torch.zeros_like(x) for x in tensors]
+        made = dict(zip(operator.operands, zeros, strict=True))
+        if dht is not None:
+            made["h0"] = dht.to(made["h0"].dtype, copy=True)
+        return list(made.values())
+    if ready.compute is None:
+        raise UnsupportedError(
+            "gradients of the reference path are not to be had inside torch.compile or under PyTorch's dispatch modes,"
+            f" and {ready.choice.reason}: install a compiler, or keep {operator.name} out of what is compiled."
+        )
+    with torch.cuda.device_of(do):
+        found = run_backward(ready, choose_backward(ready), a, do, dht)
+    return [_empty(do) if grad is None else grad for grad in found]
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty((0,))
+
+
+def differentiate_opaque(operator: Operator, a: Args, do: Tensor | None, dht: Tensor | None) -> list[Tensor | None]:
+    """Gradients of the differentiable arguments, as one node of a graph; None for absent ones."""
+    do = torch.zeros_like(getattr(a, operator.like)) if do is None else do
+    found = _gradients[operator.name](do, dht, *(getattr(a, name) for name in operator.schema))
+    return [None if x is None else gradient for x, gradient in zip(operator.pick_operands(a), found, strict=True)]
+
+
+def refuse_second_derivative(name: str) -> NoReturn:
+    """What stands where the backward's own backward would."""
+    raise UnsupportedError(
+        f"{name} has no second derivative: differentiate once, or use kda_tl.reference.recurrent_kda."
+    )

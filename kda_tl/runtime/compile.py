@@ -1,0 +1,275 @@
+"""From a stage and a config to a kernel that can be called: compiled once a process, kept on disk by TileLang."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_tl.core.device import Device, find_compiler
+from kda_tl.core.dtypes import TORCH_DTYPE
+from kda_tl.core.stage import Case, Config, Stage, TensorSpec, dim_size, static_sizes
+from kda_tl.core.toolchain import import_tilelang, is_of_cache, replace_cache, warn_if_not_kept
+from kda_tl.errors import CompileError, KdaTlError
+
+# exp2 and division as single instructions (2 ulp): far below the rounding of the io dtype, see stage tolerances
+_CUDA_PASS_CONFIGS = {"tl.enable_fast_math": True}
+
+# The C target's header includes half.hpp, which takes g++ 0.7 of a kernel's 1.0 s; kernels there are fp32 and need no
+# more than the type's name. TileLang 0.1.15 splits flags at spaces and has them in its cache's key, so this is no file.
+_CPU_FLAGS = [
+    "-DHALF_HALF_HPP",  # its include guard
+    "-Dhalf_float=half_float_t=float;namespace/**/half_float{class/**/half;}using/**/half_float",  # after a "using"
+]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor parameter of a kernel: everything known of it but the lengths.
+
+    Attributes:
+        name: as the stage calls it.
+        written: an output.
+        present: False if the problem does not have it, and a one-element stand-in is passed.
+        dtype: as the kernel reads it; on the CPU every float is fp32.
+        dims: sizes, or names of sizes known at the call: those of a layout.
+    """
+
+    name: str
+    written: bool
+    present: bool
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, name: str, text: str, case: Case, *, written: bool) -> Slot:
+        """The slot of a tensor spec for a case."""
+        spec, problem, static = TensorSpec.parse(text), case.problem, static_sizes(case)
+        element = spec.element(problem)
+        dims = list(spec.dims)
+        if problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
+            dims[2:] = "V", "K"
+        return cls(
+            name=name,
+            written=written,
+            present=spec.present(problem),
+            dtype=TORCH_DTYPE[element if element == "i32" or case.device.kind != "cpu" else "fp32"],
+            dims=tuple(int(dim) if dim.isdigit() else static.get(dim, dim) for dim in dims),
+        )
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Sizes of the tensor that is passed."""
+        if not self.present:
+            return (1,)
+        return tuple(dim if isinstance(dim, int) else dim_size(dim, sizes) for dim in self.dims)
+
+
+class Kernel:
+    """A compiled stage.
+
+    Attributes:
+        stage: what it computes.
+        case: what it was built for.
+        config: the config it was built with.
+        jit: TileLang's kernel: host code and binary.
+        slots: its tensor parameters: the stage's inputs, then its outputs.
+        function: its host function, called with tensors in the order of the slots, then the scalars.
+    """
+
+    def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
+        self.stage, self.case, self.config, self.jit = stage, case, config, jit
+        self.slots = tuple(
+            Slot.of(name, text, case, written=tensors is stage.outputs)
+            for tensors in (stage.inputs, stage.outputs)
+            for name, text in tensors.items()
+        )
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """Linked when first asked for, by a compiler: processes that compile for others never launch."""
+        return _host_function(self.jit)
+
+    @property
+    def source(self) -> str:
+        """The generated CUDA or C."""
+        return str(self.jit.get_kernel_source())
+
+    def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
+        """Uninitialised outputs; None for those the problem does not have."""
+        return [
+            torch.empty(slot.shape(sizes), dtype=slot.dtype, device=device) if slot.present else None
+            for slot in self.slots
+            if slot.written
+        ]
+
+    def launch(self, tensors: Mapping[str, Any], outputs: Sequence[torch.Tensor | None], device: torch.device) -> None:
+        """Writes the outputs. ``tensors`` are the stage's inputs and scalars by name; does not wait for the device."""
+        written = iter(outputs)
+        args = []
+        for slot in self.slots:
+            x = next(written) if slot.written else tensors[slot.name]
+            if not slot.present or x is None:
+                x = placeholder(slot.dtype, device)
+            elif not slot.written and device.type == "cpu":  # fp32 kernels: cast at the boundary
+                x = x.to(slot.dtype).contiguous()
+            args.append(x)
+        self.function(*args, *(tensors[name] for name in self.stage.scalars))
+
+    def __call__(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> Sequence[Any]:
+        """Allocates the outputs, launches, and returns them in the stage's order."""
+        outputs = self.allocate(sizes, device)
+        self.launch(tensors, outputs, device)
+        return outputs
+
+
+def _host_function(jit: Any) -> Callable[..., Any]:
+    """The function behind tilelang 0.1.15's wrappers, which check arguments a second time in Python (4 us a launch).
+
+    A ``tvm_ffi.Function``, but for the C target, whose backend has none.
+    """
+    executable = getattr(jit.adapter, "_get_executable", None)
+    if executable is None:  # the C target's backend has another adapter
+        return jit
+    module = executable()
+    if hasattr(type(module), "jit"):  # just compiled; from the disk cache it is linked already
+        module = module.jit()
+    function: Callable[..., Any] = module.main
+    return function
+
+
+_placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one-element tensor that stands for an absent optional tensor; kernels never touch it."""
+    found = _placeholders.get((dtype, device))
+    if found is None:
+        found = _placeholders[dtype, device] = torch.zeros(1, dtype=dtype, device=device)
+    return found
+
+
+_kernels: dict[tuple[str, Case, Config], Kernel] = {}
+_compiling = threading.Lock()
+
+
+def compile_stage(stage: Stage, case: Case, config: Config) -> Kernel:
+    """The kernel of a stage, from this process's cache, TileLang's disk cache, or the compiler.
+
+    Raises:
+        CompileError: the config is rejected, no compiler or no TileLang that works was found, or one of them refused.
+    """
+    case = replace(case, problem=case.problem.without_lengths())
+    key = (stage.name, case, config)
+    found = _kernels.get(key)
+    if found is None:
+        with _compiling:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _compile(stage, case, config)
+    return found
+
+
+def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
+    reason = config.reject(case)
+    if reason:
+        raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
+    require_compiler(case.device)
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
+    import_tilelang()
+    # Stages that ignore a flag of the problem compile to the same kernel twice, which its cache warns about; and of a
+    # kernel that it could not keep it prints a traceback, on stdout.
+    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
+    try:
+        try:
+            jit = _run_tilelang(stage, case, config)
+        except OSError as error:
+            if not is_of_cache(error):
+                raise
+            replace_cache(error)
+            jit = _run_tilelang(stage, case, config)
+    except Exception as error:  # TileLang raises whatever its passes, TVM or the compiler's wrapper raise
+        if isinstance(error, KdaTlError):
+            raise
+        last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+        raise CompileError(
+            f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
+        ) from error
+    warn_if_not_kept(jit)
+    return Kernel(stage, case, config, jit)
+
+
+def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
+    import tilelang
+
+    cpu = case.device.kind == "cpu"
+    return tilelang.compile(
+        stage.build(case, config),
+        target=case.device.target,
+        execution_backend="cython" if cpu else "auto",
+        pass_configs=_pass_configs(stage, case) or None,
+        compile_flags=_CPU_FLAGS if cpu else None,
+    )
+
+
+def _pass_configs(stage: Stage, case: Case) -> dict[str, Any]:
+    return {} if case.device.kind == "cpu" else {**_CUDA_PASS_CONFIGS, **stage.passes(case)}
+
+
+def generate_source(stage: Stage, case: Case, config: Config) -> str:
+    """The CUDA or C of a kernel, lowered only: neither its device nor a compiler need be here."""
+    import_tilelang()
+    import tilelang
+    from tilelang import tvm
+
+    target = tilelang.backend.target.determine_target(case.device.target, return_object=True)
+    with tvm.transform.PassContext(opt_level=3, config=_pass_configs(stage, case)), target:
+        return str(tilelang.lower(stage.build(case, config), target=target).kernel_source)
+
+
+def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
+    """SHA-256 of what the compiler is given for a kernel: the generated CUDA or C, and the settings beside it.
+
+    Neither holds comments, paths or line numbers of the templates: sources that make the same kernel give the same
+    hash, in every process. It is of one version of TileLang; another one generates other text.
+    """
+    case = replace(case, problem=case.problem.without_lengths())
+    compiled = _kernels.get((stage.name, case, config))
+    source = compiled.source if compiled else generate_source(stage, case, config)
+    text = f"{sorted(_pass_configs(stage, case).items())}\n{_settle_names(source)}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_SHARED = re.compile(r"^ +void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\);$", re.MULTILINE)
+
+
+def _settle_names(source: str) -> str:
+    """Numbers buffers in shared memory by their first use instead of by their place.
+
+    TileLang 0.1.15 lays out buffers that were given one name, as fwd_recurrence's three "tile", in the order of their
+    addresses in the process, and numbers them by place: which of them is "tile_1" changes from process to process.
+    """
+    declared = list(_SHARED.finditer(source))
+    if not declared:
+        return source
+    end, numbers = declared[-1].end(), dict[str, str]()
+
+    def settle(match: re.Match[str]) -> str:
+        return numbers.setdefault(match[0], re.sub(r"_\d+$", "", match[0]) + f"#{len(numbers)}")
+
+    names = "|".join(re.escape(found[1]) for found in declared)
+    return source[:end] + re.sub(rf"\b(?:{names})\b", settle, source[end:])
+
+
+def require_compiler(device: Device) -> None:
+    """Raises CompileError with what to install if kernels cannot be built for a device."""
+    if find_compiler(device) is None:
+        what = "nvcc (a CUDA toolkit of 12.3 or later)" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
+        raise CompileError(f"no compiler found for {device.arch}: install {what} and put it on the PATH.")

@@ -1,0 +1,327 @@
+"""From a problem to the plan that runs it: the whole policy in :func:`resolve`, and the caches around it.
+
+Order: 0 a pinned plan, 1 the exact bucket, 2 the nearest bucket on this GPU, 3 another GPU of the same architecture,
+4 the default, 5 the reference path where no compiler was found, or no TileLang that works. Steps 1 to 3 are
+:func:`kda_tl.database.lookup.iter_hits`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from kda_tl.core.device import Device, find_compiler
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import BT_CHOICES, Case, Config, Plan
+from kda_tl.core.toolchain import can_import_tilelang, explain_missing
+from kda_tl.database.store import Database, Key, iter_hits, sources, stale_stages
+from kda_tl.errors import InputError, KdaTlWarning
+from kda_tl.runtime.program import Program
+
+# When nothing is tuned: the first whose stages take the case. The last runs on every device.
+DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "staged"), "bwd": ("prep_scan", "staged_backward")}
+DEFAULT_BT = 64
+DEFAULT_BC = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """What a caller insists on, for the pass that the plan or the numerics class is of.
+
+    Attributes:
+        plan: exactly this plan.
+        numerics: only plans of this numerics class, see :func:`numerics_class`.
+    """
+
+    plan: Plan | None = None
+    numerics: str | None = None
+
+    def holds_for(self, problem: Problem) -> bool:
+        """Whether it is about the problem's pass: a pinned forward plan leaves the backward free."""
+        from kda_tl.templates.pipelines import PIPELINES
+
+        name = self.plan.pipeline if self.plan else (self.numerics or "").partition("-")[0]
+        return name not in PIPELINES or PIPELINES[name].direction == problem.direction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The plan for a problem, and why.
+
+    Attributes:
+        plan: what runs, None for the reference path.
+        step: "pinned", "exact bucket", "nearest bucket", "same architecture", "default" or "reference".
+        source: name of the database, or of the step.
+        reason: a sentence for people.
+        stale: stages whose template changed since the plan was measured.
+        passed_over: sentences on better-ranked entries that could not serve.
+    """
+
+    plan: Plan | None
+    step: str
+    source: str
+    reason: str
+    stale: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.step}: {self.reason}"]
+        if self.plan is not None:
+            lines.append(f"pipeline {self.plan.label}")
+            for name, config in self.plan.stages:
+                lines.append(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in config.as_dict().items()))
+        if self.stale:
+            lines.append(f"stale: {', '.join(self.stale)} changed since; run `kda-tl tune --stale`")
+        lines += [f"passed over: {sentence}" for sentence in self.passed_over]
+        return "\n".join(lines)
+
+
+def numerics_class(plan: Plan) -> str:
+    """Plans of one class give the same bits: chunk geometry, how diagonals are taken, accumulation type.
+
+    Tiles over K change the order in which products are summed, so configs that name BK are part of it.
+    """
+    order = [
+        f"{name}.{field}={value}"
+        for name, config in plan.stages
+        for field, value in config.as_dict().items()
+        if field in ("BK", "diagonal")
+    ]
+    return "-".join([plan.pipeline, f"BT{plan.BT}", f"BC{plan.BC}", "accf32", *order])
+
+
+def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> Plan:
+    """A plan from its stored form, checked against the templates as they are now.
+
+    Raises:
+        InputError: an unknown pipeline, stage, field or value, or a config that this problem and device reject.
+    """
+    from kda_tl.templates.pipelines import PIPELINES
+
+    pipeline = PIPELINES.get(stored["pipeline"])
+    if pipeline is None or pipeline.direction != problem.direction:
+        raise InputError(f"there is no {problem.direction} pipeline {stored['pipeline']!r}.")
+    case = Case(problem=problem, device=device, BT=stored["BT"], BC=stored["BC"])
+    kept = stored.get("kept", False)
+    if kept and not pipeline.residuals:
+        raise InputError(f"{pipeline.name} has nothing to keep: it cannot begin with what a forward made.")
+    if set(stored["stages"]) != {stage.name for stage in pipeline.stages}:
+        raise InputError(f"the stages of {pipeline.name} are {[s.name for s in pipeline.stages]}.")
+    stages: list[tuple[str, Config]] = []
+    for stage in pipeline.stages:
+        config = stage.config.from_dict(stored["stages"][stage.name])
+        reason = config.reject(case)
+        if reason:
+            raise InputError(f"{stage.name}: {reason}.")
+        stages.append((stage.name, config))
+    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=tuple(stages), kept=kept)
+
+
+def pipeline_defaults(pipeline: str, case: Case) -> Plan:
+    """A pipeline's plan when nothing is tuned, whether or not the case fits it: see :func:`find_rejection`."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    stages = tuple((stage.name, stage.default(case)) for stage in PIPELINES[pipeline].stages)
+    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages)
+
+
+def find_rejection(plan: Plan, case: Case) -> str:
+    """The first stage that cannot run a case as the plan says, and why; empty if all can."""
+    reasons = (f"{name}: {reason}" for name, config in plan.stages if (reason := config.reject(case)))
+    return next(reasons, "")
+
+
+def iter_defaults(
+    problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
+) -> Iterator[Plan]:
+    """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
+
+    Args:
+        problem: what is called.
+        device: where it runs.
+        BT: most tokens a chunk.
+        BC: most tokens a sub-chunk.
+        pipeline: only plans of this one, which need not be a default.
+
+    Raises:
+        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
+            largest chunks if it is about one pipeline.
+    """
+    ranked = DEFAULT_PIPELINES[problem.direction] if pipeline is None else (pipeline,)
+    failures: list[str] = []
+    found = False
+    for size in (choice for choice in sorted(BT_CHOICES, reverse=True) if choice <= BT):
+        case = Case(problem=problem, device=device, BT=size, BC=min(BC, size))
+        for name in ranked:
+            plan = pipeline_defaults(name, case)
+            rejection = find_rejection(plan, case)
+            if rejection:
+                failures.append(rejection)
+            else:
+                found = True
+                yield plan
+    if not found and pipeline is not None:
+        raise InputError(f"{pipeline} does not run {problem.key} on {device.slug}: {failures[0]}.")
+    if not found:
+        raise InputError(f"{problem.key} does not fit {device.slug}: {failures[-1]}.")
+
+
+def default_plan(
+    problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
+) -> Plan:
+    """The plan when nothing is tuned: the first of :func:`iter_defaults`, which see."""
+    return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
+
+
+def resolve(
+    problem: Problem,
+    device: Device,
+    databases: Sequence[Database],
+    *,
+    pin: Pin | None = None,
+    chunk_size: int | None = None,
+    compiler: bool = True,
+    strict: bool = False,
+) -> Choice:
+    """The plan for a problem. Pure: the same arguments give the same choice, nothing is compiled or measured.
+
+    Args:
+        problem: what is called.
+        device: where it runs.
+        databases: tuning databases, first in rank first.
+        pin: what the caller insists on.
+        chunk_size: only plans with this BT.
+        compiler: whether kernels can be built.
+        strict: entries measured with other templates than today's are misses instead of marked stale.
+
+    Raises:
+        InputError: the pinned plan cannot run this problem or has another chunk size, no plan is of the pinned numerics
+            class, or the device has no room for the chunk size.
+    """
+    if not compiler:
+        reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
+        return Choice(plan=None, step="reference", source="reference", reason=reason)
+    if pin is not None and not pin.holds_for(problem):
+        pin = None
+    if pin is not None and pin.plan is not None:
+        plan = parse_plan(pin.plan.as_dict(), problem, device)
+        if chunk_size not in (None, plan.BT):
+            raise InputError(
+                f"the pinned plan has BT={plan.BT}, but chunk_size={chunk_size} was asked for: leave one of them out."
+            )
+        return Choice(plan=plan, step="pinned", source="caller", reason="the caller pinned this plan")
+    passed_over: list[str] = []
+    numerics = pin.numerics if pin else None
+    hits = iter_hits(
+        Key.of(problem), device, databases, operator=problem.operator, direction=problem.direction, numerics=numerics
+    )
+    for hit in hits:
+        stale = stale_stages(hit.entry, _fingerprints(hit.entry.plan))
+        if chunk_size is not None and hit.entry.plan["BT"] != chunk_size:
+            passed_over.append(f"{hit.reason} But chunk_size={chunk_size} was asked for.")
+        elif stale and strict:
+            passed_over.append(f"{hit.reason} But {', '.join(stale)} changed since (KDA_TL_STRICT=1).")
+        else:
+            try:
+                plan = parse_plan(hit.entry.plan, problem, device)
+            except InputError as error:
+                passed_over.append(f"{hit.reason} But {error}")
+                continue
+            return Choice(
+                plan=plan,
+                step=hit.step,
+                source=hit.source,
+                reason=hit.reason,
+                stale=stale,
+                passed_over=tuple(passed_over),
+            )
+    defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
+    chosen = next((each for each in defaults if numerics in (None, numerics_class(each))), None)
+    if chosen is None:
+        raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
+    if chunk_size not in (None, chosen.BT):
+        what = f"{device.slug} has no room for chunks" if numerics is None else f"{numerics} has no chunks"
+        raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={chosen.BT} or less.")
+    reason = f"nothing tuned for {Key.of(problem).text} on {device.slug}; run `kda-tl tune` there"
+    return Choice(plan=chosen, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
+
+
+def _fingerprints(stored_plan: Mapping[str, Any]) -> dict[str, str]:
+    from kda_tl import templates
+
+    known = templates.names()
+    return {name: templates.fingerprint(name) for name in stored_plan["stages"] if name in known}
+
+
+_pin: ContextVar[Pin | None] = ContextVar("kda_tl_pin", default=None)
+
+
+@contextlib.contextmanager
+def pin(plan: Plan | None = None, *, numerics: str | None = None) -> Iterator[None]:
+    """Insists on one plan, or on plans of one numerics class, inside a ``with`` block of this thread or task."""
+    token = _pin.set(Pin(plan=plan, numerics=numerics))
+    try:
+        yield
+    finally:
+        _pin.reset(token)
+
+
+@functools.cache
+def _settings(device: Device) -> tuple[bool, bool]:
+    """(a compiler was found and TileLang works, KDA_TL_STRICT), read once a process."""
+    compiler = find_compiler(device) is not None and can_import_tilelang()
+    return compiler, os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
+
+
+def context() -> tuple[Any, ...]:
+    """What besides its arguments decides a choice: cheap to compare, for callers that cache by it."""
+    return sources(), _pin.get()
+
+
+_choices: dict[tuple[Any, ...], Choice] = {}
+_CHOICES_LIMIT = 4096
+
+
+def choose(problem: Problem, device: Device, chunk_size: int | None = None) -> Choice:
+    """:func:`resolve` with the databases and settings of the process, cached."""
+    databases, pinned = context()
+    key = (problem, device, databases, pinned, chunk_size)
+    found = _choices.get(key)
+    if found is None:
+        compiler, strict = _settings(device)
+        found = resolve(problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict)
+        if found.stale:
+            message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
+            warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=3)
+        if len(_choices) >= _CHOICES_LIMIT:
+            _choices.clear()
+        _choices[key] = found
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def build_program(plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
+    """A plan's kernels for a problem without lengths, compiled once a process; see :meth:`Program.build`.
+
+    Raises:
+        CompileError: a kernel does not compile; the message names stage, config and reason.
+    """
+    return Program.build(plan, problem, device, from_residuals=from_residuals)
+
+
+def prepare(problem: Problem, device: Device, chunk_size: int | None = None) -> tuple[Choice, Program | None]:
+    """The choice for a problem and its compiled program, None on the reference path.
+
+    Raises:
+        CompileError: a kernel does not compile; the message names stage, config and reason.
+    """
+    choice = choose(problem, device, chunk_size)
+    if choice.plan is None:
+        return choice, None
+    return choice, build_program(choice.plan, problem.without_lengths(), device)

@@ -1,0 +1,105 @@
+"""A plan made runnable: its pipeline and one compiled kernel a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kda_tl.core.device import Device
+from kda_tl.core.pipeline import Flow, Pipeline
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case, Plan, Stage
+from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.runtime.replay import Replay, record
+
+Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
+_REPLAYS_LIMIT = 256  # sizes a program remembers
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed.
+
+    Attributes:
+        plan: what it was built from.
+        problem: what it was built for.
+        pipeline: of the plan.
+        kernels: by stage name.
+        given: what callers give beside the operator's tensors: residuals, or nothing.
+    """
+
+    plan: Plan
+    problem: Problem
+    pipeline: Pipeline
+    kernels: Mapping[str, Kernel]
+    given: tuple[str, ...] = ()
+    _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def build(cls, plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
+        """Compiles the stages that a problem needs; ``from_residuals``, those that residuals do not spare.
+
+        Raises:
+            CompileError: a stage cannot be compiled.
+        """
+        from kda_tl.templates.pipelines import PIPELINES
+
+        case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+        pipeline = PIPELINES[plan.pipeline]
+        given = pipeline.residuals if from_residuals else ()
+        stages = pipeline.flow(problem, given=given).stages
+        kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in stages}
+        return cls(plan=plan, problem=problem, pipeline=pipeline, kernels=kernels, given=given)
+
+    def flow(self, results: Sequence[str] | None = None) -> Flow:
+        """The launches that make some results, those of the problem unless given."""
+        return self.pipeline.flow(self.problem, results, self.given)
+
+    def bind(
+        self,
+        sizes: Mapping[str, int],
+        device: torch.device,
+        results: tuple[str, ...] | None = None,
+        views: tuple[tuple[str, tuple[int, ...]], ...] = (),
+    ) -> Compute:
+        """The pass for all calls of one size; calling it does not wait for the device.
+
+        Args:
+            sizes: of :class:`kda_tl.core.layout.Layout`.
+            device: where it runs.
+            results: names of the tensors that the caller wants, also residuals; those of the problem unless given.
+            views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
+
+        Returns:
+            A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
+            the batch) that returns the results by name, None for absent ones.
+        """
+        if device.type != "cuda":
+            return lambda tensors: self.run(tensors, sizes, device, results)
+        key = (*sizes.items(), device, results, views)
+        found = self._replays.get(key)
+        if found is None:
+            if len(self._replays) >= _REPLAYS_LIMIT:
+                self._replays.clear()
+            recording = record(self.flow(results), self.kernels, sizes)
+            found = self._replays[key] = Replay(recording, device, dict(views))
+        return found
+
+    def run(
+        self,
+        tensors: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        device: torch.device,
+        results: tuple[str, ...] | None = None,
+    ) -> dict[str, Any]:
+        """One call: see :meth:`bind`."""
+        if device.type == "cuda":
+            return self.bind(sizes, device, results)(tensors)
+
+        def launch(stage: Stage, inputs: Mapping[str, Any]) -> Sequence[Any]:
+            return self.kernels[stage.name](inputs, sizes, device)
+
+        return self.flow(results).run(launch, tensors)

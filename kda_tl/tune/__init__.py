@@ -1,0 +1,1 @@
+"""The search for the fastest plans: proposals, worker processes, the journal, the finals."""

@@ -1,0 +1,186 @@
+"""The compile-only check: candidates compiled for a device that need not be here, with what the binaries tell.
+
+Nothing is timed, so nothing of it may be served; but TileLang's disk cache then holds the kernels.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import Device
+from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.errors import InputError
+from kda_tl.runtime.compile import compile_stage, require_compiler
+from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT
+from kda_tl.tune.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
+from kda_tl.tune.pool import TARGET
+from kda_tl.tune.stage_search import count_cores, rank_by_distance, split_space
+
+_COMPILE_TIMEOUT_S = 300.0
+_EM_CUDA = 190
+_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x11, 0x2F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One config, compiled or not.
+
+    Attributes:
+        stage: its stage.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk.
+        config: the config.
+        status: "ok", "compile", "crash" or "timeout".
+        reason: why the status is not "ok".
+        registers: a thread; this and the next are None where the binary does not tell (the CPU target's never does).
+        local_bytes: local memory a thread: spilled registers, and arrays indexed at run time.
+        smem_bytes: dynamic shared memory a block.
+        threads: a block, as launched.
+        measured: always False.
+    """
+
+    stage: str
+    BT: int
+    BC: int
+    config: Config
+    status: str
+    reason: str = ""
+    registers: int | None = None
+    local_bytes: int | None = None
+    smem_bytes: int | None = None
+    threads: int | None = None
+    measured: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticJob:
+    """Compiles one config and reads what the binary tells; runs in a worker process."""
+
+    stage: Stage
+    case: Case
+    config: Config
+
+    def run(self) -> dict[str, Any]:
+        """Returns fields of :class:`Compiled`."""
+        kernel = compile_stage(self.stage, self.case, self.config)
+        jit = kernel.jit  # TileLang's: host code and binary are asked for here only
+        if self.case.device.kind == "cpu":
+            return {}
+        bounds = re.search(r"__launch_bounds__\((\d+)", kernel.source)
+        found: dict[str, Any] = {"threads": int(bounds[1]) if bounds else None}
+        if "extern __shared__" in kernel.source:  # the launch's last constant, after grid and block
+            constants = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", jit.get_host_source())
+            found["smem_bytes"] = int(constants[-1]) if constants else None
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "kernel.so"
+            jit.export_library(str(library))
+            return found | read_resources(library.read_bytes())
+
+
+def compile_static(
+    workload: Workload,
+    device: Device,
+    *,
+    stages: Sequence[str] | None = None,
+    BT: int = DEFAULT_BT,
+    BC: int = DEFAULT_BC,
+    budget: int | None = None,
+    jobs: int | None = None,
+    on_compiled: Callable[[Compiled], None] | None = None,
+) -> tuple[Compiled, ...]:
+    """Compiles the candidates of a workload's stages for a device, here or not; nothing is run, stored or served.
+
+    Args:
+        workload: what they are compiled for.
+        device: for which device, see :func:`kda_tl.database.gpus.known_device`.
+        stages: names; unless given, those of all pipelines that have a config for the problem and the device.
+        BT: tokens a chunk.
+        BC: tokens a sub-chunk.
+        budget: most candidates a stage, those nearest to the default; all unless given.
+        jobs: processes, one a core unless given.
+        on_compiled: called as each ends.
+
+    Returns:
+        All of them, by stage; within a stage those that compiled first, least local memory and registers first.
+
+    Raises:
+        InputError: there is no such stage in the pass, or it has no config here: the message says why.
+        CompileError: no compiler was found.
+    """
+    from kda_tl.templates.pipelines import PIPELINES
+
+    require_compiler(device)
+    problem = workload.problem()
+    every = {s.name: s for p in PIPELINES.values() if p.direction == problem.direction for s in p.stages}
+    names = list(every)
+    if unknown := set(stages or ()) - set(names):
+        raise InputError(f"there is no stage {', '.join(sorted(unknown))}: choose among {', '.join(names)}.")
+    case = Case(problem=problem, device=device, BT=BT, BC=BC)
+    work: list[StaticJob] = []
+    for name in stages or names:
+        possible, rejected = split_space(every[name], case)
+        if stages and not possible:
+            raise InputError(f"{name} has no config for {workload.name} on {device.slug}: {next(iter(rejected))}.")
+        ranked = rank_by_distance(possible, every[name].default(case))[:budget]
+        work += [StaticJob(stage=every[name], case=case, config=config) for config in ranked]
+    compiled = []
+    for index, result in map_pool(TARGET, work, jobs=jobs or count_cores(), timeout_s=_COMPILE_TIMEOUT_S):
+        done = _describe(work[index], result)
+        compiled.append(done)
+        if on_compiled:
+            on_compiled(done)
+    return tuple(sorted(compiled, key=lambda c: (names.index(c.stage), *_sort_rank(c))))
+
+
+def _describe(job: StaticJob, result: dict[str, Any] | WorkerFailure) -> Compiled:
+    status, reason = "ok", ""
+    if isinstance(result, WorkerFailure):
+        kinds = {WorkerCrash: "crash", WorkerTimeout: "timeout"}
+        status, reason = kinds.get(type(result), "compile"), str(result)  # type: ignore[call-overload]
+    found = {} if isinstance(result, WorkerFailure) else result
+    BT, BC = job.case.BT, job.case.BC
+    return Compiled(stage=job.stage.name, BT=BT, BC=BC, config=job.config, status=status, reason=reason, **found)
+
+
+def _sort_rank(compiled: Compiled) -> tuple[bool, int, int]:
+    return compiled.status != "ok", compiled.local_bytes or 0, compiled.registers or 0
+
+
+def read_resources(library: bytes) -> dict[str, Any]:
+    """Registers and local memory a thread of the one kernel in a library that embeds a cubin; None if there is none.
+
+    Source: section ``.nv.info`` of a cubin holds (format 4, attribute, size 8, symbol, value) records; the
+    attributes' numbers are those that ``cuobjdump -elf`` names.
+    """
+    found: dict[str, Any] = {"registers": None, "local_bytes": None}
+    start = library.find(b"\x7fELF", 4)
+    while start >= 0 and struct.unpack_from("<H", library, start + 18)[0] != _EM_CUDA:
+        start = library.find(b"\x7fELF", start + 4)
+    if start < 0:
+        return found
+    cubin = library[start:]
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry) for i in range(count)]
+    for name, _, _, _, offset, size, *_ in sections:
+        at = sections[names][4] + name
+        if cubin[at : at + 9] != b".nv.info\0":
+            continue
+        for record in range(offset, offset + size - 11, 12):
+            form, attribute, _, _, value = struct.unpack_from("<BBHII", cubin, record)
+            if form == 4 and attribute == _EIATTR_REGCOUNT:
+                found["registers"] = value
+            elif form == 4 and attribute == _EIATTR_FRAME_SIZE:
+                found["local_bytes"] = value
+    return found

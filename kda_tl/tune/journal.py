@@ -1,0 +1,236 @@
+"""Trial journal: one JSON line for every finished measurement, so that no measurement is ever made twice.
+
+The journal is read by the tuner (resume, replay) and by reports, never on the call path. Nothing in a file is
+rewritten: a line is appended in one write under a lock, then synced, so a killed process costs at most the line it was
+writing, and a torn line costs only itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from kda_tl.core.files import open_regular, read_regular
+from kda_tl.core.packages import importing
+from kda_tl.errors import DatabaseError, InputError, KdaTlWarning
+
+SCHEMA = "kda_tl.trial/1"
+STATUSES = ("ok", "rejected", "compile", "wrong", "crash", "timeout", "slow")
+_LOCK_TIMEOUT_S = 60.0
+_MAX_BYTES = 2**30  # some 500,000 trials of 2 kB, months of measuring; a reader holds all of it in memory
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What measuring one config gave.
+
+    Attributes:
+        status: "ok"; "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
+            "timeout", or "slow" (dropped after a few repetitions, so never a winner).
+        reason: why the status is not "ok", one sentence.
+        median_us: what the search minimises; needed for "ok", kept for "slow".
+        samples_us: raw repetitions.
+        check: result of the comparison with the reference, e.g. max_rel_err and tolerance.
+        extra: anything a report may want (clocks, registers, spills).
+
+    Raises:
+        InputError: the status is unknown, or it is "ok" without a positive, finite median.
+    """
+
+    status: str
+    reason: str = ""
+    median_us: float | None = None
+    samples_us: Sequence[float] = ()
+    check: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise InputError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}.")
+        median = self.median_us
+        if not (self.status != "ok" if median is None else math.isfinite(median) and median > 0):
+            raise InputError(f"median_us of an outcome {self.status!r} must be positive and finite, got {median!r}.")
+        object.__setattr__(self, "samples_us", tuple(self.samples_us))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Outcome):
+    """One finished measurement, as stored: an outcome, and of what.
+
+    Attributes:
+        study: what was searched: GPU slug, stage, case key and template hash, in one string.
+        config: field values of the config.
+        date: when the measurement ended, UTC, ISO 8601; now, if empty.
+        schema: version of this record.
+    """
+
+    study: str
+    config: Mapping[str, Any]
+    date: str = ""
+    schema: str = SCHEMA
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.date:
+            object.__setattr__(self, "date", datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    @classmethod
+    def of(cls, outcome: Outcome, *, study: str, config: Mapping[str, Any]) -> Trial:
+        """The record of an outcome that was just measured."""
+        return cls(study=study, config=config, **{f.name: getattr(outcome, f.name) for f in fields(Outcome)})
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome alone."""
+        return Outcome(**{f.name: getattr(self, f.name) for f in fields(Outcome)})
+
+    def to_line(self) -> str:
+        """The record as one line of strict JSON (non-finite floats become "nan", "inf", "-inf")."""
+        return json.dumps(_encode(asdict(self)), allow_nan=False, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Trial:
+        """Reads what :meth:`to_line` wrote; unknown keys are ignored.
+
+        Raises:
+            ValueError: the line is not a trial of this schema.
+        """
+        record = json.loads(line)
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+            raise ValueError(f"not a {SCHEMA} record")
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        if not (isinstance(known.get("study"), str) and isinstance(known.get("config"), dict)):
+            raise ValueError("study or config is missing")
+        for name in ("samples_us", "check", "extra"):
+            if name in known:
+                known[name] = _decode(known[name])
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # A measurement is worth more than its type: scalars of torch and numpy have item(), the rest is kept as text.
+    return _encode(value.item()) if hasattr(value, "item") else str(value)
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+class Journal:
+    """A file of trials, appended by any number of processes.
+
+    Args:
+        path: the file; it and its folder are made by the first append.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def trials(self, study: str | None = None) -> list[Trial]:
+        """Trials in the order they were appended.
+
+        A line that cannot be read (torn by a kill, or of another schema) is skipped with a warning.
+
+        Args:
+            study: keep only the trials of this study.
+
+        Raises:
+            DatabaseError: the file exists but cannot be read.
+        """
+        return [trial for trial in self._read() if study is None or trial.study == study]
+
+    def append(self, trial: Trial) -> None:
+        """Stores a trial; when this returns, the line is on the disk.
+
+        Raises:
+            DatabaseError: the file cannot be written.
+        """
+        self._append(trial.to_line().encode())
+
+    def require_writable(self) -> None:
+        """Makes the file if it is not there, as the first append would: better told before a search than during it.
+
+        Raises:
+            DatabaseError: the file cannot be written.
+        """
+        self._append(b"")
+
+    def _append(self, line: bytes) -> None:
+        with importing("filelock"):
+            from filelock import FileLock, Timeout
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock", timeout=_LOCK_TIMEOUT_S):
+                _append_bytes(self.path, line)
+        except Timeout as error:
+            raise DatabaseError(f"another process holds {error.lock_file} for over {_LOCK_TIMEOUT_S:.0f} s.") from error
+        except OSError as error:
+            raise DatabaseError(
+                f"cannot write the trial journal {self.path} ({error.strerror or error}): pass another folder for the "
+                "journal, with `kda-tl tune --journal DIR`."
+            ) from error
+
+    def _read(self) -> Iterator[Trial]:
+        try:
+            lines = read_regular(self.path, _MAX_BYTES).decode(errors="replace").split("\n")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DatabaseError(
+                f"cannot read the trial journal {self.path} ({error.strerror or error}): move it away, or pass another "
+                "folder for the journal."
+            ) from error
+        skipped = []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield Trial.from_line(line)
+            except ValueError:  # InputError and JSONDecodeError are ValueErrors too
+                skipped.append(number)
+        if skipped:
+            warnings.warn(
+                f"{self.path}: ignored {len(skipped)} unreadable line(s), the first is line {skipped[0]} "
+                f"(a killed process tore it, or another version wrote it).",
+                KdaTlWarning,
+                stacklevel=3,
+            )
+
+
+def _append_bytes(path: Path, line: bytes) -> None:
+    """Appends a line with one write; a torn last line is ended first, so that it spoils only itself."""
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(descriptor).st_size
+        if line and size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes fit on the disk")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,284 @@
+"""What runs inside the worker processes of a tuning run: requests that are sent there and answer for themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kda_tl.bench.fixtures import (
+    Bench,
+    check_kernel,
+    check_plan,
+    judge,
+    make_pass,
+    plan_tolerance,
+    record,
+    stage_launch,
+    torch_device,
+)
+from kda_tl.bench.timing import cuda_graph, time_interleaved, time_launch
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import Device
+from kda_tl.core.stage import Case, Config, Plan, Stage
+from kda_tl.errors import CompileError, WrongResultError
+from kda_tl.runtime.compile import compile_stage, hash_kernel
+from kda_tl.tune.journal import Outcome
+
+COMPILE_TIMEOUT_S = 180.0  # nvcc takes 60 s for the largest kernel on two busy cores
+SLOWER = 1.25  # dropping candidates this far behind after 3 repetitions saved 86 % of kernel time and lost no best
+FIRST_REPS = 3
+_MAX_REPS = 30
+_TRIAL_US = {"cuda": 20e3, "cpu": 500e3}
+_ROUND_US = {"cuda": 5e3, "cpu": 150e3}
+
+
+def run_request(request: Any) -> Any:
+    """Target of the worker processes."""
+    torch.set_grad_enabled(False)
+    return request.run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Interleaved measurements: the medians of each entrant's rounds, and how many repetitions a round had."""
+
+    medians_us: list[list[float]]
+    reps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileJob:
+    """Compiles one config, so that TileLang's disk cache holds it."""
+
+    stage: Stage
+    case: Case
+    config: Config
+    timeout_s: float = COMPILE_TIMEOUT_S
+
+    @property
+    def key(self) -> Hashable:
+        """The kernel it makes."""
+        case = replace(self.case, problem=self.case.problem.without_lengths())
+        return "compile", self.stage.name, case, self.config
+
+    def run(self) -> float:
+        """Returns the seconds it took."""
+        begin = time.perf_counter()
+        compile_stage(self.stage, self.case, self.config)
+        return time.perf_counter() - begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashJob:
+    """Hashes one kernel as the compiler is given it; a process that has not compiled it lowers it."""
+
+    stage: Stage
+    case: Case
+    config: Config
+    timeout_s: float = COMPILE_TIMEOUT_S
+
+    def run(self) -> str:
+        """Returns :func:`kda_tl.runtime.compile.hash_kernel`."""
+        return hash_kernel(self.stage, self.case, self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentifyJob:
+    """Tells apart what differs for the compiler: problems that make the same kernels have the same digest."""
+
+    stage: Stage
+    case: Case
+    configs: tuple[Config, ...]
+    timeout_s: float = 30.0
+
+    @property
+    def key(self) -> Hashable:
+        """Stage and case."""
+        return ("identify", self.stage.name, replace(self.case, problem=self.case.problem.without_lengths()))
+
+    def run(self) -> str:
+        """Returns a SHA-256 over the kernels of the configs, before lowering."""
+        case = replace(self.case, problem=self.case.problem.without_lengths())
+        digest = hashlib.sha256()
+        for config in self.configs:
+            digest.update(self.stage.build(case, config).script().encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Makes the tensors of a bench, so that the time limit of a trial is about the trial."""
+
+    bench: Bench
+    timeout_s: float = 300.0
+
+    @property
+    def key(self) -> Hashable:
+        """The bench's."""
+        return self.bench.key
+
+    def run(self) -> None:
+        """Fills the caches of this process."""
+        record(self.bench)
+        judge(self.bench)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Starts a process: its imports are done, and the device is there."""
+
+    device: Device
+    timeout_s: float = 120.0
+
+    def run(self) -> None:
+        """Touches the device."""
+        torch.zeros(1, device=torch_device(self.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Times every stage of a bench with its default config: what a pass's time is made of."""
+
+    bench: Bench
+    timeout_s: float = 60.0
+
+    def run(self) -> dict[str, float]:
+        """Returns median microseconds by stage; a stage whose default does not compile is left out."""
+        case, where, times = self.bench.case, torch_device(self.bench.device), {}
+        for stage in self.bench.pipeline.stages_of(case.problem):
+            with contextlib.suppress(CompileError):
+                launch = stage_launch(compile_stage(stage, case, stage.default(case)), self.bench)
+                times[stage.name] = statistics.median(time_launch(launch, where, reps=FIRST_REPS))
+        return times
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTrial:
+    """Verifies, then times one config of a stage.
+
+    Attributes:
+        bench: what it runs on.
+        stage: the stage.
+        config: the config.
+        incumbent_us: best median so far; a candidate far behind it is dropped early.
+    """
+
+    bench: Bench
+    stage: Stage
+    config: Config
+    incumbent_us: float | None
+    timeout_s: float = 60.0
+
+    def run(self) -> Outcome:
+        """Returns "ok", "slow" or "wrong"."""
+        kernel = compile_stage(self.stage, self.bench.case, self.config)
+        tolerance = self.stage.tolerance[self.bench.workload.dtype]
+        verdict: dict[str, Any] = {"tolerance": tolerance}
+        try:
+            verdict["max_rel_err"] = check_kernel(kernel, self.bench, tolerance)
+        except WrongResultError as error:
+            return Outcome(status="wrong", reason=str(error), check=verdict)
+        launch = stage_launch(kernel, self.bench)
+        return _time(launch, self.bench.device, verdict, self.incumbent_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContest:
+    """Times configs of a stage in turns."""
+
+    bench: Bench
+    stage: Stage
+    configs: tuple[Config, ...]
+    rounds: int
+    timeout_s: float = 300.0
+
+    def run(self) -> Rounds:
+        """Returns one series a config, in their order."""
+        case = self.bench.case
+        launches = [stage_launch(compile_stage(self.stage, case, config), self.bench) for config in self.configs]
+        return _compete(launches, self.bench.device, self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTrial:
+    """Verifies a plan end to end against the recurrence, then times it."""
+
+    plan: Plan
+    workload: Workload
+    device: Device
+    seed: int = 0
+    timeout_s: float = 300.0
+
+    def run(self) -> Outcome:
+        """Returns "ok" or "wrong"."""
+        tolerance = plan_tolerance(self.workload, self.device)
+        verdict: dict[str, Any] = {"tolerance": tolerance}
+        try:
+            verdict["max_rel_err"] = check_plan(self.plan, self.workload, self.device, seed=self.seed)
+        except WrongResultError as error:
+            return Outcome(status="wrong", reason=str(error), check=verdict)
+        launch, about = _plan_launch(self.plan, self.workload, self.device, self.seed)
+        return replace(_time(launch, self.device, verdict, None), extra=about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanContest:
+    """Times plans end to end in turns."""
+
+    plans: tuple[Plan, ...]
+    workload: Workload
+    device: Device
+    rounds: int
+    seed: int = 0
+    timeout_s: float = 300.0
+
+    def run(self) -> Rounds:
+        """Returns one series a plan, in their order."""
+        launches = [_plan_launch(plan, self.workload, self.device, self.seed)[0] for plan in self.plans]
+        return _compete(launches, self.device, self.rounds)
+
+
+def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A launch of the whole plan, on a GPU as a CUDA graph where it can be captured; which of the two, and memory."""
+    made = make_pass(plan, workload, device, seed=seed)
+    about = {"call_bytes": made.call_bytes, "kept_bytes": made.kept_bytes} if plan.kept else {}
+    if device.kind == "cuda":
+        try:
+            return cuda_graph(made.run), {"timed": "graph", **about}
+        except RuntimeError:  # an operation that cannot be captured: host time is then part of what is measured
+            torch.cuda.synchronize()
+    return made.run, {"timed": "launch", **about}
+
+
+def _time(launch: Callable[[], Any], device: Device, verdict: Mapping[str, Any], incumbent_us: float | None) -> Outcome:
+    """Three repetitions, and more if they are not far behind the incumbent: early ones may reject, never choose."""
+    where = torch_device(device)
+    samples = [round(sample, 3) for sample in time_launch(launch, where, reps=FIRST_REPS)]
+    first = statistics.median(samples)
+    if incumbent_us is not None and first > SLOWER * incumbent_us:
+        reason = f"{first / incumbent_us:.2f} times the best after {FIRST_REPS} repetitions"
+        return Outcome(status="slow", median_us=first, samples_us=samples, check=verdict, reason=reason)
+    rest = time_launch(launch, where, reps=_fit(_TRIAL_US[device.kind], first), warmup=0)
+    samples += [round(sample, 3) for sample in rest]
+    return Outcome(status="ok", median_us=statistics.median(samples), samples_us=samples, check=verdict)
+
+
+def _compete(launches: Sequence[Callable[[], Any]], device: Device, rounds: int) -> Rounds:
+    where = torch_device(device)
+    first = min(min(time_launch(launch, where, reps=2)) for launch in launches)
+    reps = _fit(_ROUND_US[device.kind], first)
+    named = {str(i): launch for i, launch in enumerate(launches)}
+    medians = time_interleaved(named, where, rounds=rounds, reps=reps)
+    return Rounds(medians_us=list(medians.values()), reps=reps)
+
+
+def _fit(total_us: float, one_us: float) -> int:
+    """Repetitions that fit a span of time."""
+    return max(1, min(_MAX_REPS, int(total_us / max(one_us, 1.0))))

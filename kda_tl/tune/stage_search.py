@@ -1,0 +1,356 @@
+"""The search of one stage: candidates, identity of what is searched, trials, and a contest of the finalists."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.timing import summarise
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.database.records import Key
+from kda_tl.tune.events import Geometry, StageDone, StageResult, StageStarted, TrialDone
+from kda_tl.tune.final import ROUNDS, Verdict, hold_contest
+from kda_tl.tune.isolate import WorkerFailure
+from kda_tl.tune.journal import Outcome, Trial
+from kda_tl.tune.pool import OutOfTime
+from kda_tl.tune.requests import COMPILE_TIMEOUT_S, CompileJob, IdentifyJob, StageContest, StageTimes, StageTrial
+from kda_tl.tune.search import Evaluation, SearchResult, search, sort_valid
+from kda_tl.tune.session import STAGES, Run, describe_failure
+
+FINALISTS = 8
+_NEAR = 1.1  # how far behind the best a finalist may be: over 8 interleaved rounds nothing has made up for 10 %
+_TRIAL_TIMEOUT_S = {"cuda": 40.0, "cpu": 60.0}
+_VERDICT = ("winner", "median_us", "mad_us", "default_us", "ratio", "ci95")  # fields that a stage's result takes over
+SURE = 8  # trials of a stage that its share of the time does not limit: the default and the best ranked
+
+
+def count_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def split_space(stage: Stage, case: Case) -> tuple[list[Config], dict[str, int]]:
+    """Candidates of a stage, and each sentence of rejection with the number of configs it turned down."""
+    candidates: list[Config] = []
+    rejected: Counter[str] = Counter()
+    for config in stage.config.space():
+        reason = config.reject(case)
+        if reason is None:
+            candidates.append(config)
+        else:
+            rejected[reason] += 1
+    return candidates, dict(rejected)
+
+
+def measure_distance(config: Config, default: Config) -> int:
+    """Steps along the axes from the default: a guess at the cost that needs neither compiler nor device."""
+    return sum(
+        abs(choices.index(getattr(config, name)) - choices.index(getattr(default, name)))
+        for name, choices in config.axes().items()
+    )
+
+
+def rank_by_distance(configs: Iterable[Config], default: Config) -> list[Config]:
+    """Configs, the default first, then by distance from it; equally far ones in the order of the space."""
+    return sorted(configs, key=lambda config: measure_distance(config, default))
+
+
+def compile_jobs(stage: Stage, case: Case, configs: Iterable[Config]) -> list[CompileJob]:
+    """One job a config."""
+    return [CompileJob(stage=stage, case=case, config=config, timeout_s=COMPILE_TIMEOUT_S) for config in configs]
+
+
+def make_bench(run: Run, workload: Workload, geometry: Geometry) -> Bench:
+    """What the stages of a geometry are measured on."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    return Bench(
+        pipeline=PIPELINES[geometry.pipeline],
+        workload=workload,
+        device=run.device,
+        BT=geometry.BT,
+        BC=geometry.BC,
+        seed=run.seed,
+    )
+
+
+def prefetch(run: Run, bench: Bench, *, stages: Sequence[Stage] | None = None, urgent: bool = True) -> None:
+    """Has the kernels compiled that the searches of a bench's stages begin with.
+
+    Args:
+        run: the tuning run.
+        bench: what is searched.
+        stages: in the order of their searches; that of the pipeline unless given.
+        urgent: whether they are what is measured next.
+    """
+    ranked = [
+        (stage, rank_by_distance(split_space(stage, bench.case)[0], stage.default(bench.case)))
+        for stage in stages or bench.pipeline.stages_of(bench.case.problem)
+    ]
+    run.crew.enqueue((_identify_job(stage, bench.case, configs) for stage, configs in ranked), urgent=urgent)
+    for stage, configs in ranked:
+        run.crew.enqueue(compile_jobs(stage, bench.case, configs[: min(SURE, run.budget)]), urgent=urgent)
+
+
+def time_stages(run: Run, bench: Bench) -> dict[str, float]:
+    """Microseconds of every stage with its default config, measured or from the journal; empty if that fails.
+
+    Raises:
+        PrepareError: the workload does not run with default configs.
+        DatabaseError: the journal cannot be written.
+    """
+    problem, stages = bench.workload.problem(), bench.pipeline.stages_of(bench.case.problem)
+    prints = hashlib.sha256("".join(fingerprint(stage) for stage in stages).encode()).hexdigest()[:16]
+    study = "/".join([run.device.slug, f"{problem.key}-{bench.workload.decay}", compiler_version(), prints]) + STAGES
+    config = {"pipeline": bench.pipeline.name, "BT": bench.BT, "BC": bench.BC}
+    known = run.recall(study, config)
+    if known is None:
+        try:
+            times = run.measure(StageTimes(bench=bench), bench)
+        except WorkerFailure:  # the searches will show what is wrong
+            return {}
+        total = sum(times.values())
+        known = run.remember(Trial(study=study, config=config, status="ok", median_us=total, extra={"stages": times}))
+    return dict(known.extra["stages"])
+
+
+def _identify_job(stage: Stage, case: Case, ranked: Sequence[Config]) -> IdentifyJob:
+    return IdentifyJob(stage=stage, case=case, configs=(ranked[0], ranked[-1]) if ranked else ())
+
+
+def name_study(
+    run: Run, bench: Bench, stage: Stage, candidates: Sequence[Config], deadline: float | None = None
+) -> str:
+    """Identity of what is searched: equal for two workloads if the same kernels run on as many tokens.
+
+    Kernels are compared by their text before lowering, for the default and the candidate farthest from it: stages
+    after the gate are the same for all gate modes, and only one stage depends on BC. Where the deadline passes first,
+    nothing will be searched, and the problem itself takes their place.
+    """
+    case, problem = bench.case, bench.workload.problem()
+    ranked = rank_by_distance(candidates, stage.default(case))
+    kernels = repr((problem.without_lengths(), case.BT, case.BC))
+    with contextlib.suppress(OutOfTime):
+        found = run.crew.result(_identify_job(stage, case, ranked), deadline=deadline)
+        kernels = kernels if isinstance(found, WorkerFailure) else found
+    digest = hashlib.sha256("\n".join([fingerprint(stage), kernels, *map(repr, candidates)]).encode())
+    key = Key.of(problem)
+    lengths = f"tokens{key.tokens_bucket}-longest{key.longest_bucket}-n{problem.sequences}"
+    shape = f"H{problem.H}-HV{problem.HV}-K{problem.K}-V{problem.V}-{problem.dtype}-BT{case.BT}"
+    return "/".join([run.device.slug, stage.name, shape, lengths, compiler_version(), digest.hexdigest()[:16]])
+
+
+@functools.cache
+def compiler_version() -> str:
+    """TileLang's version, which moves the optimum."""
+    from importlib import metadata
+
+    try:
+        return f"tilelang-{metadata.version('tilelang')}"
+    except metadata.PackageNotFoundError:
+        return "tilelang-unknown"
+
+
+def fingerprint(stage: Stage) -> str:
+    """SHA-256 of a stage's template, or of the file that defines it elsewhere."""
+    import inspect
+
+    from kda_tl import templates
+
+    if stage.name in templates.names():
+        return templates.fingerprint(stage.name)
+    return hashlib.sha256(Path(inspect.getfile(stage.build)).read_bytes()).hexdigest()
+
+
+@dataclass(eq=False)
+class _Search:
+    """State of one stage's search."""
+
+    run: Run
+    bench: Bench
+    stage: Stage
+    of: int
+    default: Config
+    deadline: float | None  # of its share
+    limit: float | None
+    trials: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def best_us(self) -> float | None:
+        valid = sort_valid(self.trials)
+        return valid[0].outcome.median_us if valid else None
+
+    def evaluate(self, config: Config) -> Outcome:
+        deadline = self.limit if len(self.trials) < SURE else self.deadline
+        if deadline is not None and time.monotonic() > deadline:
+            raise OutOfTime
+        case, crew = self.bench.case, self.run.crew
+        (job,) = compile_jobs(self.stage, case, [config])
+        stages = self.bench.pipeline.stages_of(case.problem)
+        others = [one for s in stages for one in compile_jobs(s, case, [s.default(case)])]
+        crew.hurry([*others, job])
+        for other in others:  # the measuring process runs them to make this stage's inputs
+            crew.result(other, deadline=deadline)
+        compiled = crew.result(job, deadline=deadline)
+        if isinstance(compiled, WorkerFailure):
+            return describe_failure(compiled)
+        trial = StageTrial(
+            bench=self.bench,
+            stage=self.stage,
+            config=config,
+            incumbent_us=self.best_us,
+            timeout_s=_TRIAL_TIMEOUT_S[self.run.device.kind],
+        )
+        try:
+            return self.run.measure(trial, self.bench)
+        except WorkerFailure as failure:
+            return describe_failure(failure)
+
+    def note(self, evaluation: Evaluation) -> None:
+        self.trials.append(evaluation)
+        default = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
+        self.run.emit(
+            TrialDone(
+                workload=self.bench.workload,
+                stage=self.stage.name,
+                number=len(self.trials),
+                of=self.of,
+                evaluation=evaluation,
+                best_us=self.best_us,
+                default_us=default,
+            )
+        )
+
+    def search(self, candidates: Sequence[Config], study: str, seeds: Sequence[Config]) -> SearchResult:
+        run, stage, case = self.run, self.stage, self.bench.case
+        if len(candidates) <= run.budget:  # all are enumerated: the pool need not wait for what is proposed
+            run.crew.enqueue(compile_jobs(stage, case, rank_by_distance(candidates, self.default)))
+        try:
+            return search(
+                candidates,
+                self.evaluate,
+                study=study,
+                budget=run.budget,
+                seed=run.seed,
+                storage=run.journal,
+                default=self.default if self.default in candidates else None,
+                seeds=seeds,
+                rank=lambda config: measure_distance(config, self.default),
+                on_trial=self.note,
+                prepare=lambda configs: run.crew.hurry(compile_jobs(stage, case, configs)),
+                batch=run.crew.size,
+            )
+        except OutOfTime:
+            valid = sort_valid(self.trials)
+            return SearchResult(
+                best=valid[0] if valid else None,
+                trials=tuple(self.trials),
+                counts=dict(Counter(t.outcome.status for t in self.trials)),
+                stopped_because="the time limit was reached",
+                resumed=sum(t.resumed for t in self.trials),
+            )
+
+
+def tune_stage(
+    run: Run,
+    bench: Bench,
+    stage: Stage,
+    *,
+    deadline: float | None = None,
+    share: float | None = None,
+    seeds: Sequence[Config] = (),
+) -> StageResult:
+    """Searches one stage on a bench and holds the contest of its finalists.
+
+    Args:
+        run: the tuning run.
+        bench: what it is measured on; its pipeline holds the stage.
+        stage: the stage.
+        deadline: ``time.monotonic`` when the search ends with what it has.
+        share: when it ends if it has made its first trials, the best ranked; the deadline unless given.
+        seeds: configs to try early.
+
+    Raises:
+        PrepareError: the workload does not run with default configs.
+        DatabaseError: the journal cannot be read or written.
+    """
+    begin = time.monotonic()
+    candidates, rejected = split_space(stage, bench.case)
+    default = stage.default(bench.case)
+    study = name_study(run, bench, stage, candidates, deadline)
+    started = StageStarted(
+        workload=bench.workload,
+        stage=stage.name,
+        geometry=Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC),
+        space=stage.config.size(),
+        candidates=len(candidates),
+        budget=min(run.budget, len(candidates)),
+        rejected=rejected,
+    )
+    run.emit(started)
+    found = _Search(run, bench, stage, started.budget, default, share or deadline, deadline).search(
+        candidates, study, seeds
+    )
+    verdict = _choose(run, bench, stage, study, found, default)
+    known = {} if verdict is None else {name: getattr(verdict, name) for name in _VERDICT}
+    result = StageResult(
+        stage=stage.name,
+        geometry=started.geometry,
+        study=study,
+        default=default,
+        rejected=rejected,
+        search=found,
+        seconds=time.monotonic() - begin,
+        **known,
+    )
+    run.emit(StageDone(workload=bench.workload, result=result))
+    return result
+
+
+def _choose(
+    run: Run, bench: Bench, stage: Stage, study: str, found: SearchResult, default: Config
+) -> Verdict[Config] | None:
+    """The contest of the finalists and the default; None if nothing is valid."""
+    valid = sort_valid(found.trials)
+    if not valid:
+        return None
+    limit = _NEAR * (valid[0].outcome.median_us or 0.0)
+    configs = [t.config for t in valid[:FINALISTS] if (t.outcome.median_us or 0.0) <= limit]
+    base = next((t for t in valid if t.config == default), None)
+    if base and default not in configs:
+        configs.append(default)
+    if len(configs) == 1:
+        return _believe(valid[0], base)
+    request = StageContest(bench=bench, stage=stage, configs=tuple(configs), rounds=ROUNDS[run.device.kind])
+    entrants = {config: config.as_dict() for config in configs}
+    order = tuple(stage.config.space())
+    try:
+        return hold_contest(
+            run, study, entrants, request, default=default if base else None, fixed_order=order, bench=bench
+        )
+    except WorkerFailure:  # what ran alone does not run in turns: a gain cannot be shown
+        return _believe(base or valid[0], base)
+
+
+def _believe(trial: Evaluation, base: Evaluation | None) -> Verdict[Config]:
+    """A verdict without a contest."""
+    median, mad = summarise(trial.outcome.samples_us)
+    return Verdict(
+        winner=trial.config,
+        median_us=median,
+        mad_us=mad,
+        reps=len(trial.outcome.samples_us),
+        rounds=1,
+        default_us=base.outcome.median_us if base else None,
+        ratio=1.0 if base else None,
+        ci95=(1.0, 1.0) if base else None,
+    )

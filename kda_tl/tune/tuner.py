@@ -1,0 +1,337 @@
+"""Tuning: stages are searched for a plan's chunk sizes, then plans compete end to end; the winner is stored.
+
+Only the coordinator asks and tells: kernels are compiled by a pool of processes and timed by one process
+(:mod:`kda_tl.tune.pool`), so that a candidate that crashes or hangs costs itself only. Every result is journaled before
+the next measurement begins, and the same call goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.device import Device
+from kda_tl.core.packages import importing
+from kda_tl.core.stage import Config, Plan, Stage
+from kda_tl.database import store
+from kda_tl.errors import DatabaseError, InputError, KdaTlError
+from kda_tl.runtime.compile import require_compiler
+from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, resolve
+from kda_tl.tune.events import (
+    Geometry,
+    OnEvent,
+    PartStarted,
+    RunStarted,
+    StageResult,
+    TuneReport,
+    WorkloadDone,
+    WorkloadReport,
+    WorkloadStarted,
+)
+from kda_tl.tune.forecast import Forecast
+from kda_tl.tune.journal import Journal
+from kda_tl.tune.plan_search import OBJECTIVES, compete, default_plans, plan_of, require_pipeline, searched_pipelines
+from kda_tl.tune.pool import Crew
+from kda_tl.tune.requests import WarmUp
+from kda_tl.tune.screening import choose_geometries, prefetch_plans, screen
+from kda_tl.tune.session import Run, load_known
+from kda_tl.tune.stage_search import count_cores, make_bench, prefetch, time_stages, tune_stage
+
+DEFAULT_BUDGET = 64
+DEFAULT_OBJECTIVE = "balanced"
+_FINAL_SHARE = 0.1  # of the time limit, kept for the contest of plans
+
+
+def tune(
+    workloads: Sequence[Workload],
+    device: Device,
+    *,
+    stage: str | None = None,
+    pipeline: str | None = None,
+    budget: int = DEFAULT_BUDGET,
+    objective: str = DEFAULT_OBJECTIVE,
+    timeout_s: float | None = None,
+    seed: int = 0,
+    jobs: int | None = None,
+    journal_dir: str | os.PathLike[str] | None = None,
+    db_dir: str | os.PathLike[str] | None = None,
+    on_event: OnEvent | None = None,
+) -> TuneReport:
+    """Tunes workloads one after the other and stores the winners as they are found, each pass in files of its own.
+
+    Args:
+        workloads: what to tune, see :func:`kda_tl.bench.workloads.select`; their gates are made slow.
+        device: the device here; timings are kept under its slug.
+        stage: tune only this stage, for the default chunk sizes; trials are journaled, no plan is stored.
+        pipeline: tune only this pipeline, against its own default plan, and store its best plan even where another one
+            is faster; the entry's provenance names it.
+        budget: most trials a stage and chunk size.
+        objective: of a backward, whether its first results may be the forward's, kept in memory: "time" if that is
+            faster, "balanced" if it saves at least as large a share of the pass's time as it adds to the memory of the
+            call's tensors, "memory" never.
+        timeout_s: wall time a workload may take, None for no limit; what was found until then is used. The default plan
+            of every pipeline is timed all the same.
+        seed: of the inputs and the sampler.
+        jobs: processes that compile, one a core unless given.
+        journal_dir: where trials are kept, ``<slug>/<operator>_<pass>.trials.jsonl`` below; db_dir unless given.
+        db_dir: the database to write, :func:`kda_tl.database.store.writable_directory` unless given.
+        on_event: called with every event of :mod:`kda_tl.tune.events`.
+
+    Returns:
+        A report a workload. A workload that fails has its reason in ``failure``, and the run goes on.
+
+    Raises:
+        InputError: there is no such stage or pipeline, they do not fit each other or a workload's pass, or nothing is
+            to be tuned.
+        CompileError: no compiler was found.
+        PackageError: a package that searches need is missing or broken.
+        DatabaseError: the journal or the database cannot be written.
+        KeyboardInterrupt: as pressed; every finished trial is in the journal, and the same call goes on from there.
+    """
+    begin = time.monotonic()
+    _check_request(workloads, stage, pipeline, budget, objective)
+    # a plan serves every gate of its problem: time it where no stage may stop because states have vanished
+    workloads = [replace(workload, decay="slow") for workload in workloads]
+    require_compiler(device)
+    with importing("optuna"):  # searches need it after their first compile
+        import optuna  # noqa: F401
+    folder = Path(db_dir) if db_dir is not None else store.writable_directory()
+    trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
+    journals = [trials / _name_journal(workload) for workload in workloads]
+    for path in dict.fromkeys(journals):
+        Journal(path).require_writable()
+    overlap = device.kind == "cuda"
+    emit = on_event or (lambda event: None)
+    reports = []
+    with Crew(jobs or max(1, count_cores() - overlap), overlap=overlap) as crew:
+        shared = Run(
+            crew=crew,
+            device=device,
+            journal=journals[0],
+            budget=budget,
+            objective=objective,
+            seed=seed,
+            emit=emit,
+            pipeline=pipeline,
+        )
+        runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
+        forecast = Forecast(shared, workloads, stage, timeout_s)
+        emit(
+            RunStarted(
+                workloads=len(workloads),
+                limit_s=timeout_s,
+                kernels=forecast.count_kernels(),
+                jobs=crew.size,
+                about_s=forecast.left_s(),
+            )
+        )
+        crew.warm_up(WarmUp(device=device))
+        if overlap and stage is None:  # the start of the workers is on nobody's time
+            prefetch_plans(shared, workloads[0])
+            crew.await_warm()
+        for index, workload in enumerate(workloads):
+            left_s = forecast.left_s(index)
+            emit(WorkloadStarted(workload=workload, index=index, total=len(workloads), left_s=left_s))
+            following = workloads[index + 1] if index + 1 < len(workloads) else None
+            run = runs[journals[index]]
+            report = tune_workload(run, workload, folder, stage=stage, timeout_s=timeout_s, following=following)
+            reports.append(report)
+            emit(WorkloadDone(report=report))
+    return TuneReport(device=device, workloads=tuple(reports), journals=tuple(runs), seconds=time.monotonic() - begin)
+
+
+def _name_journal(workload: Workload) -> str:
+    problem = workload.problem()
+    return f"{problem.operator}_{problem.direction}.trials.jsonl"
+
+
+def _check_request(
+    workloads: Sequence[Workload], stage: str | None, pipeline: str | None, budget: int, objective: str
+) -> None:
+    from kda_tl import templates
+
+    if not workloads:
+        raise InputError("there is nothing to tune: pass at least one workload.")
+    if budget < 1:
+        raise InputError(f"budget must be at least 1, got {budget}.")
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}.")
+    if stage is not None:
+        templates.load(stage)
+    if pipeline is not None:
+        require_pipeline(pipeline, workloads, stage)
+
+
+def tune_workload(
+    run: Run,
+    workload: Workload,
+    db_dir: Path,
+    *,
+    stage: str | None = None,
+    timeout_s: float | None = None,
+    following: Workload | None = None,
+) -> WorkloadReport:
+    """Tunes one workload; a failure is in the report. Arguments as for :func:`tune`.
+
+    Args:
+        run: the tuning run.
+        workload: what to tune.
+        db_dir: the database to write.
+        stage: tune only this stage.
+        timeout_s: wall time it may take; the default plan of every pipeline is timed all the same.
+        following: the next workload, whose kernels may be compiled when nothing else is to be.
+
+    Raises:
+        DatabaseError: the journal or the database cannot be written.
+    """
+    begin = time.monotonic()
+    deadline = None if timeout_s is None else begin + timeout_s
+    blank = WorkloadReport(workload=workload)
+    try:
+        if stage is not None:
+            report = _tune_one_stage(run, blank, stage, deadline)
+        else:
+            report = tune_plan(run, blank, db_dir, deadline=deadline, following=following)
+    except DatabaseError:
+        raise
+    except KdaTlError as error:
+        report = replace(blank, failure=str(error), stopped_because="it failed")
+    return replace(report, seconds=time.monotonic() - begin)
+
+
+def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: float | None) -> WorkloadReport:
+    problem = report.workload.problem()
+    direction = problem.direction
+    pipelines = searched_pipelines(run, report.workload)
+    holders = [p for p in pipelines if stage in {s.name for s in p.stages_of(problem)}]
+    if not holders:
+        who = f"no {direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
+        raise InputError(f"{who} {stage!r} for {report.workload.name}: pass another workload.")
+    pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
+    default = default_plan(problem, run.device, pipeline=pipeline.name)
+    geometry = Geometry(pipeline=pipeline.name, BT=default.BT, BC=default.BC)
+    bench = make_bench(run, report.workload, geometry)
+    chosen = next(s for s in pipeline.stages if s.name == stage)
+    result = tune_stage(run, bench, chosen, deadline=deadline)
+    return _add_stages(report, [result])
+
+
+def tune_plan(
+    run: Run, report: WorkloadReport, db_dir: Path, *, deadline: float | None = None, following: Workload | None = None
+) -> WorkloadReport:
+    """Screens geometries with default configs, tunes the stages of the best one or two, and lets plans compete.
+
+    Args:
+        run: the tuning run.
+        report: the blank report to fill.
+        db_dir: the database to write.
+        deadline: ``time.monotonic`` when searching ends with what there is.
+        following: the next workload, whose kernels may be compiled when nothing else is to be.
+
+    Raises:
+        KdaTlError: nothing runs, or a file cannot be written.
+    """
+    workload = report.workload
+    problem = workload.problem()
+    default = default_plan(problem, run.device, pipeline=run.pipeline)
+    report = replace(report, default=default)
+    end = None if deadline is None else deadline - _FINAL_SHARE * max(0.0, deadline - time.monotonic())
+    run.crew.useful_until = None
+    run.crew.drop(later=True)  # what the last workload had no time for, and prefetched for this one
+    geometries = choose_geometries(run, workload, screen(run, workload, end, following), end)
+    geometries = geometries or [Geometry(pipeline=default.pipeline, BT=default.BT, BC=default.BC)]
+    run.crew.drop(later=True)
+    prefetch(run, make_bench(run, workload, geometries[0]))
+    if run.crew.overlap and following is not None:
+        prefetch_plans(run, following, urgent=False)
+        for geometry in geometries if following.direction == workload.direction else ():
+            prefetch(run, make_bench(run, following, geometry), urgent=False)
+    results: list[StageResult] = []
+    for number, geometry in enumerate(geometries):
+        if number and end is not None and time.monotonic() > end:  # its default plan competes
+            break
+        bench = make_bench(run, workload, geometry)
+        run.emit(PartStarted(workload=workload, part="stages", count=len(bench.pipeline.stages_of(problem))))
+        results += _tune_stages(run, bench, end, _share(end, len(geometries) - number))
+    report = _add_stages(report, results)
+    run.crew.useful_until = None
+    run.crew.drop(later=False)
+    final = compete(run, workload, default, _make_plans(run, workload, geometries, results), report.counts)
+    if final.entry is None:
+        return replace(report, plans=final.plans, failure="no plan computes the right numbers")
+    path = store.store(db_dir, run.device, problem.operator, problem.direction, [final.entry])
+    return replace(report, plans=final.plans, entry=final.entry, path=path)
+
+
+def _make_plans(
+    run: Run, workload: Workload, geometries: Sequence[Geometry], results: Sequence[StageResult]
+) -> list[Plan]:
+    """A plan a geometry; a study that two of them share counts as it ended, when the most trials were known."""
+    latest = {result.study: result for result in results}
+    plans = []
+    for geometry, default in zip(geometries, default_plans(run, workload, geometries), strict=True):
+        mine = [latest[result.study] for result in results if result.geometry == geometry]
+        tuned = {result.stage: result.winner or result.default for result in mine}
+        plans.append(plan_of(geometry, dict(default.stages) | tuned))
+    return plans
+
+
+def _tune_stages(run: Run, bench: Bench, end: float | None, share: float | None) -> list[StageResult]:
+    """Every stage that runs, the longest first; each may take as much of the time left as it takes of the pass's time.
+
+    Args:
+        run: the tuning run.
+        bench: what they are measured on.
+        end: when searching ends.
+        share: when this bench's share of the time ends; until the end every stage makes its first trials all the same.
+    """
+    geometry = Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC)
+    times = {} if end is not None and time.monotonic() > end else time_stages(run, bench)
+    launched = bench.pipeline.stages_of(bench.workload.problem())
+    stages = sorted(launched, key=lambda stage: -times.get(stage.name, 0.0))
+    results = []
+    for number, stage in enumerate(stages):
+        run.crew.drop(later=False)  # what the last search had no time for
+        prefetch(run, bench, stages=stages[number:])
+        left = [times.get(each.name, 0.0) for each in stages[number:]]
+        part = _share(share, sum(left) / left[0] if left[0] else len(left))
+        seeds = _find_seeds(run, bench, stage, geometry)
+        result = tune_stage(run, bench, stage, deadline=end, share=part, seeds=seeds)
+        if result.winner is not None:
+            run.winners[stage.name, geometry] = result.winner
+        results.append(result)
+    return results
+
+
+def _find_seeds(run: Run, bench: Bench, stage: Stage, geometry: Geometry) -> list[Config]:
+    """What won for the last workload, and what the databases serve for this one or one near it."""
+    found = [run.winners.get((stage.name, geometry))]
+    served = resolve(bench.workload.problem(), run.device, store.sources(), chunk_size=bench.BT)
+    if served.plan is not None and served.plan.pipeline == geometry.pipeline:
+        found.append(served.plan.config(stage.name))
+    return [config for config in dict.fromkeys(found) if config is not None]
+
+
+def _share(deadline: float | None, parts: float) -> float | None:
+    """When the first of some equal parts of the time that is left ends."""
+    return None if deadline is None else time.monotonic() + max(0.0, deadline - time.monotonic()) / parts
+
+
+def _add_stages(report: WorkloadReport, results: Sequence[StageResult]) -> WorkloadReport:
+    counts: Counter[str] = Counter()
+    for result in results:
+        counts.update(result.search.counts)
+    reasons = dict.fromkeys(result.search.stopped_because for result in results)
+    return replace(
+        report,
+        stages=tuple(results),
+        counts=dict(counts),
+        resumed=sum(result.search.resumed for result in results),
+        stopped_because="; ".join(reasons),
+    )

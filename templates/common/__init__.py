@@ -1,0 +1,1 @@
+"""What stages of every target are written with."""

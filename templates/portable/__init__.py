@@ -1,0 +1,1 @@
+"""Stages that run on every target: their results pass through memory."""

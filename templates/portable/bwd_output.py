@@ -1,0 +1,148 @@
+"""Output, backward: gradients of the query-key matrix and of the values that it read.
+
+    dAqk = lower(do v_new^T)          dv_local = Aqk^T do          from o = qg S + Aqk v_new
+
+dAqk holds its diagonal, and zeros above. What o says about qg and S is left to the stages that have both at hand.
+Rows past the end of a sequence are zero.
+Source: the chain rule on fwd_output, Kimi Linear, arXiv:2510.26692, section 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
+
+INPUTS = {
+    "do": "tokens HV V : io",
+    "Aqk": "NT HV BT BT : io",
+    "v_new": "NT HV BT VP : io",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "dAqk": "NT HV BT BT : f32",
+    "dv_local": "NT HV BT VP : io",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    do: torch.Tensor,
+    Aqk: torch.Tensor,
+    v_new: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of Aqk."""
+    dtype = Aqk.dtype
+    do_tile = split_chunks(do.to(dtype), chunk_tokens, case.BT, width=case.problem.VP)
+    return {
+        "dAqk": (do_tile @ v_new.to(dtype).transpose(-1, -2)).tril(),
+        "dv_local": Aqk.transpose(-1, -2) @ do_tile,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdOutputConfig(Config):
+    """BV: value channels the products take at once; threads a block."""
+
+    BV: int = axis(64, 32, 64, 128, 256)
+    threads: int = axis(128, 64, 128, 256)
+
+    def reject(self, case: Case) -> str | None:
+        """BV divides; every warp gets a 16 x 8 tile of both products; tiles fit shared memory and registers."""
+        p, BT = case.problem, case.BT
+        if p.VP % self.BV:
+            return f"BV={self.BV} does not divide the padded head dimension {p.VP}"
+        if case.device.kind == "cpu":
+            return "threads has no meaning on the CPU target" if self.threads != 128 else None
+        if self.threads // 32 > (BT // 16) * (min(BT, self.BV) // 8):
+            return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
+        io = 4 if p.dtype == "fp32" else 2
+        smem = BT * (BT + 2 * self.BV) * io
+        smem += rest_bytes(case, *[(BT, width) for width in (self.BV, self.BV, BT, self.BV)])
+        if smem > case.device.smem_bytes:
+            return f"BV={self.BV} needs {smem} bytes of shared memory of {case.device.smem_bytes}"
+        registers = BT * (BT + self.BV) // self.threads
+        if registers > 200:
+            return f"BV={self.BV} keeps {registers} registers of results a thread: use more threads or a smaller BV"
+        return None
+
+
+def build(case: Case, config: BwdOutputConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head), BV channels at a time."""
+    p, BT, BV = case.problem, case.BT, config.BV
+    HV, V = p.HV, p.V
+    tile = Tile.of(case)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @T.prim_func
+    def bwd_output(
+        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
+        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
+        v_new: annotate(case, INPUTS["v_new"], NT=NT),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        dAqk: annotate(case, OUTPUTS["dAqk"], NT=NT),
+        dv_local: annotate(case, OUTPUTS["dv_local"], NT=NT),
+    ):
+        with tile.kernel(NT * HV, threads=config.threads) as i_block:
+            i_t = i_block // HV
+            i_h = i_block % HV
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            A_shared = tile.shared((BT, BT))
+            do_shared = tile.shared((BT, BV))
+            v_shared = tile.shared((BT, BV))
+            dA_frag = tile.fragment((BT, BT))
+            dv_frag = tile.fragment((BT, BV))
+            T.copy(Aqk[i_t, i_h, :, :], A_shared)
+            T.clear(dA_frag)
+            for i_v in T.serial(p.VP // BV):
+                T.copy(v_new[i_t, i_h, :, i_v * BV : (i_v + 1) * BV], v_shared)
+                for i, j in tile.parallel(BT, BV):
+                    inside = (i < count) & (i_v * BV + j < V)
+                    do_shared[i, j] = T.if_then_else(inside, d_o[start + i, i_h, i_v * BV + j], 0)
+                tile.gemm(do_shared, v_shared, dA_frag, transpose_B=True)
+                tile.gemm(A_shared, do_shared, dv_frag, transpose_A=True, clear_accum=True)
+                T.copy(dv_frag, v_shared)  # through shared memory: 16-byte writes
+                T.copy(v_shared, dv_local[i_t, i_h, :, i_v * BV : (i_v + 1) * BV])
+            for i, j in tile.parallel(BT, BT):
+                dA_frag[i, j] = T.if_then_else(j <= i, dA_frag[i, j], 0.0)
+            T.copy(dA_frag, dAqk[i_t, i_h, :, :])
+
+    return bwd_output
+
+
+def default(case: Case) -> BwdOutputConfig:
+    """64 channels at a time where the dimension allows; two warps where the products are small."""
+    threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
+    return prefer(case, *(BwdOutputConfig(BV=BV, threads=threads) for BV in (64, 32)))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """do, Aqk and v_new in, dAqk and dv_local out; two triangular products."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    read = sizes["tokens"] * p.HV * p.V * io + chunks * BT * (BT + p.VP) * io
+    written = chunks * BT * (BT * 4 + p.VP * io)
+    return Cost(bytes=read + written, flops=2 * chunks * BT * BT * p.V)
+
+
+STAGE = Stage(
+    name="bwd_output",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdOutputConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # operands are given in io; only dv_local is rounded
+    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE},
+)

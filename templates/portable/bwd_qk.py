@@ -1,0 +1,162 @@
+"""Queries and keys, backward: the sum over the value heads of a group, and the backward of the L2 norm.
+
+    dx = rstd (d - x^ <x^, d>)          d = sum over the group's value heads,  x^ = rstd x          x: q, k
+
+Without l2norm, dx = d.
+Source: the chain rule on ``kda_tl.reference.l2norm``, whose epsilon lies inside the root: it is in rstd, and nowhere
+else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.templates.common.chunks import join_chunks, split_chunks
+from kda_tl.templates.common.tile import Tile, annotate
+
+INPUTS = {
+    "dq_part": "NT HV BT KP : f32",
+    "dk_part": "NT HV BT KP : f32",
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "rstd": "NT HV 2 BT : f32 ? l2norm",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "dq": "tokens H K : io",
+    "dk": "tokens H K : io",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    dq_part: torch.Tensor,
+    dk_part: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rstd: torch.Tensor | None,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of dq_part."""
+    p, dtype = case.problem, dq_part.dtype
+    outputs = {}
+    for n, (name, part, x) in enumerate((("dq", dq_part, q), ("dk", dk_part.to(dtype), k))):
+        d = part.unflatten(1, (p.H, p.group)).sum(2)
+        if rstd is not None:
+            factor = rstd[:, :: p.group, n, :, None].to(dtype)  # the same for all value heads of a group
+            unit = factor * split_chunks(x.to(dtype), chunk_tokens, case.BT, width=p.KP)
+            d = factor * (d - unit * (unit * d).sum(-1, keepdim=True))
+        outputs[name] = join_chunks(d, chunk_tokens, x.shape[0], p.K)
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdQkConfig(Config):
+    """rows: tokens of a chunk that a block takes; threads a block."""
+
+    rows: int = axis(16, 8, 16, 32, 64)
+    threads: int = axis(128, 64, 128, 256)
+
+    def reject(self, case: Case) -> str | None:
+        """Rows divide the chunk; every thread holds at least 4 channels, and not more than registers do."""
+        if case.BT % self.rows:
+            return f"rows={self.rows} does not divide BT={case.BT}"
+        if case.device.kind == "cpu":
+            return None if self.threads == 128 else "threads has no meaning on the CPU target"
+        elements = self.rows * case.problem.KP // self.threads
+        if elements < 4:
+            return f"threads={self.threads} leaves a thread less than 16 bytes of {self.rows} x {case.problem.KP}"
+        if elements > 64:
+            return f"rows={self.rows} gives a thread {elements} elements of a gradient and of its query: use fewer rows"
+        return None
+
+
+def build(case: Case, config: BwdQkConfig) -> Any:
+    """The kernel: one thread block a (chunk, query/key head, rows), the queries first, then the keys."""
+    p, rows, KP = case.problem, config.rows, case.problem.KP
+    H, K, group, RB = p.H, p.K, p.group, case.BT // config.rows
+    tile = Tile.of(case)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @T.macro
+    def project(n, part, x, dx, rstd, i_t, i_h, r0, start, count):
+        d = tile.fragment((rows, KP))
+        if p.l2norm:
+            unit = tile.fragment((rows, KP))
+            product = tile.fragment((rows, KP))
+            factor = tile.fragment((rows,))
+            dot = tile.fragment((rows,))
+        for i, j in tile.parallel(rows, KP):
+            d[i, j] = part[i_t, i_h * group, r0 + i, j]
+        for m in T.serial(group - 1):
+            for i, j in tile.parallel(rows, KP):
+                d[i, j] = d[i, j] + part[i_t, i_h * group + 1 + m, r0 + i, j]
+        if p.l2norm:
+            for i in tile.parallel(rows):
+                factor[i] = rstd[i_t, i_h * group, n, r0 + i]  # the same for all value heads of a group
+            for i, j in tile.parallel(rows, KP):
+                raw = T.if_then_else((i < count) & (j < K), x[start + i, i_h, j], 0)
+                unit[i, j] = factor[i] * T.cast(raw, "float32")
+            for i, j in tile.parallel(rows, KP):
+                product[i, j] = unit[i, j] * d[i, j]
+            T.clear(dot)
+            T.reduce_sum(product, dot, dim=1, clear=False)
+            for i, j in tile.parallel(rows, KP):
+                d[i, j] = factor[i] * (d[i, j] - unit[i, j] * dot[i])
+        for i, j in tile.parallel(rows, KP):
+            if (i < count) & (j < K):
+                dx[start + i, i_h, j] = T.cast(d[i, j], tile.io)
+
+    @T.prim_func
+    def bwd_qk(
+        dq_part: annotate(case, INPUTS["dq_part"], NT=NT),
+        dk_part: annotate(case, INPUTS["dk_part"], NT=NT),
+        q: annotate(case, INPUTS["q"], tokens=tokens),
+        k: annotate(case, INPUTS["k"], tokens=tokens),
+        rstd: annotate(case, INPUTS["rstd"], NT=NT),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
+        dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
+    ):
+        with tile.kernel(NT * H * RB, threads=config.threads) as i_block:
+            i_t = i_block // (H * RB)
+            i_h = i_block // RB % H
+            r0 = i_block % RB * rows
+            start = chunk_tokens[i_t, 0] + r0
+            count = chunk_tokens[i_t, 1] - r0
+            project(0, dq_part, q, dq, rstd, i_t, i_h, r0, start, count)
+            project(1, dk_part, k, dk, rstd, i_t, i_h, r0, start, count)
+
+    return bwd_qk
+
+
+def default(case: Case) -> BwdQkConfig:
+    """16 channels a thread at K = 128; more threads where K is longer."""
+    return prefer(case, BwdQkConfig(threads=256 if case.device.kind != "cpu" and case.problem.KP > 128 else 128))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """Both partials in, q and k too where they are normalised; dq and dk out; a sum and a projection."""
+    p = case.problem
+    io = 4 if p.dtype == "fp32" else 2
+    parts, results = 2 * sizes["NT"] * p.HV * case.BT * p.KP, 2 * sizes["tokens"] * p.H * p.K
+    return Cost(bytes=parts * 4 + results * io * (1 + p.l2norm), flops=parts + 6 * results * p.l2norm)
+
+
+STAGE = Stage(
+    name="bwd_qk",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdQkConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # fp32 sums of up to 256 products, sqrt(256) * 2^-24; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
+    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5},
+)

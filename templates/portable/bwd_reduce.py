@@ -1,0 +1,160 @@
+"""Gate parameters, backward: sums over the chunks, always in the same order.
+
+    dA_log = sum over NT of dA_log_part          ddt_bias = sum over NT of ddt_bias_part
+
+A stage of its own because sums across thread blocks would need atomics, whose order no two runs share.
+Source: the chain rule on fwd_gate, whose parameters every chunk shares.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.templates.common.tile import Tile, annotate
+
+INPUTS = {
+    "dA_log_part": "NT HV : f32 ? has_A_log",
+    "ddt_bias_part": "NT HV GP : f32 ? has_dt_bias",
+}
+OUTPUTS = {
+    "dA_log": "HV : f32 ? has_A_log",
+    "ddt_bias": "HV G : f32 ? has_dt_bias",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    dA_log_part: torch.Tensor | None,
+    ddt_bias_part: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of the parts."""
+    outputs = {}
+    if dA_log_part is not None:
+        outputs["dA_log"] = dA_log_part.sum(0)
+    if ddt_bias_part is not None:
+        outputs["ddt_bias"] = ddt_bias_part.sum(0)[:, : case.problem.G]
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdReduceConfig(Config):
+    """BK: channels of ddt_bias a block sums, if there are several; rows: chunks it reads at once; threads a block."""
+
+    BK: int = axis(32, 32, 64, 128)
+    rows: int = axis(64, 16, 32, 64, 128)
+    threads: int = axis(128, 64, 128, 256)
+
+    def reject(self, case: Case) -> str | None:
+        """BK divides; every thread has an element to add and can hold its share; the partial sums fit shared memory."""
+        if case.problem.scalar_gate and self.BK != 32:
+            return "BK has no meaning for a scalar gate"
+        if not case.problem.scalar_gate and case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
+        if case.device.kind == "cpu":
+            return "threads has no meaning on the CPU target" if self.threads != 128 else None
+        if self.threads > self.rows * self.BK // 4:
+            return f"threads={self.threads} leaves threads less than 4 of {self.rows} x {self.BK} sums"
+        if self.rows * self.BK // self.threads > 64:
+            return f"rows={self.rows}, BK={self.BK} keep more than 64 sums in registers a thread: use more threads"
+        smem = self.rows * (self.BK + 1) * 4
+        if smem > case.device.smem_bytes:
+            return f"rows={self.rows}, BK={self.BK} need {smem} bytes of shared memory of {case.device.smem_bytes}"
+        return None
+
+
+def build(case: Case, config: BwdReduceConfig) -> Any:
+    """The kernel: one thread block a (value head, BK channels); row r sums the chunks r, r + rows, ... in turn."""
+    p, BK, rows = case.problem, config.BK, config.rows
+    HV, K = p.HV, p.K
+    KB = p.KP // BK if p.has_dt_bias and not p.scalar_gate else 1
+    tile = Tile.of(case)
+    NT = T.dynamic("NT")
+
+    def at(parts, i_t, i_h):
+        return parts[i_t, i_h] if len(parts.shape) == 2 else parts[i_t, i_h, 0]
+
+    @T.macro
+    def sum_scalars(parts, sums, i_h, k0):
+        """A number a chunk and head, [NT, HV] or [NT, HV, 1]."""
+        scalar_sums = tile.fragment((rows,))
+        scalar_rows = tile.shared((rows,), "float32")
+        scalar = tile.fragment((1,))
+        T.clear(scalar_sums)
+        T.clear(scalar)
+        for i_r in T.serial(T.ceildiv(NT, rows)):
+            for r in tile.parallel(rows):
+                inside = (i_r * rows + r < NT) & (k0 == 0)
+                scalar_sums[r] += T.if_then_else(inside, at(parts, i_r * rows + r, i_h), 0.0)
+        T.copy(scalar_sums, scalar_rows)
+        for r in T.serial(rows):
+            scalar[0] += scalar_rows[r]
+        if k0 == 0:
+            if len(sums.shape) == 1:
+                sums[i_h] = scalar[0]
+            else:
+                sums[i_h, 0] = scalar[0]
+
+    @T.prim_func
+    def bwd_reduce(
+        dA_log_part: annotate(case, INPUTS["dA_log_part"], NT=NT),
+        ddt_bias_part: annotate(case, INPUTS["ddt_bias_part"], NT=NT),
+        dA_log: annotate(case, OUTPUTS["dA_log"]),
+        ddt_bias: annotate(case, OUTPUTS["ddt_bias"]),
+    ):
+        with tile.kernel(HV * KB, threads=config.threads) as i_block:
+            i_h = i_block // KB
+            k0 = i_block % KB * BK
+            if p.has_A_log:
+                sum_scalars(dA_log_part, dA_log, i_h, k0)
+            if p.has_dt_bias and p.scalar_gate:
+                sum_scalars(ddt_bias_part, ddt_bias, i_h, k0)
+            elif p.has_dt_bias:
+                sums = tile.fragment((rows, BK))
+                sum_rows = tile.shared((rows, BK), "float32")
+                total = tile.fragment((BK,))
+                T.clear(sums)
+                T.clear(total)
+                for i_r in T.serial(T.ceildiv(NT, rows)):
+                    for r, j in tile.parallel(rows, BK):
+                        inside = i_r * rows + r < NT
+                        sums[r, j] += T.if_then_else(inside, ddt_bias_part[i_r * rows + r, i_h, k0 + j], 0.0)
+                T.copy(sums, sum_rows)
+                for r in T.serial(rows):
+                    for j in tile.parallel(BK):
+                        total[j] += sum_rows[r, j]
+                for j in tile.parallel(BK):
+                    if k0 + j < K:
+                        ddt_bias[i_h, k0 + j] = total[j]
+
+    return bwd_reduce
+
+
+def default(case: Case) -> BwdReduceConfig:
+    """Narrow tiles: a launch has few blocks, so each should have little to add."""
+    return prefer(case, BwdReduceConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """The parts in, one sum of each out."""
+    p = case.problem
+    parts = p.HV * (p.has_A_log + p.has_dt_bias * p.GP)
+    return Cost(bytes=4 * parts * (sizes["NT"] + 1), flops=parts * sizes["NT"])
+
+
+STAGE = Stage(
+    name="bwd_reduce",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdReduceConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # fp32 sums: 10000 terms of random sign in 16 rows err by sqrt(10000 / 16 + 16) * 2^-24 = 2e-6
+    tolerance={"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5},
+)

@@ -1,0 +1,176 @@
+"""Gate: activation and chunk-local inclusive cumsum of the log decay.
+
+    G[r] = sum_{i <= r} log2(alpha_i),   alpha = exp(gate(g))          per chunk, value head and key channel
+
+Rows past the end of a sequence repeat the last value, so row BT-1 always holds the decay of the whole chunk;
+channels past K hold 0. A scalar gate has one channel. Where a token has several rows, its decay comes before all of
+them: g is read in the first only, and the others add 0 to the sum, whatever the gate.
+Source: Kimi Linear, arXiv:2510.26692, section 3; gates as in FLA v0.6.0 ``fla/ops/kda/gate.py``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.reference import activate_gate
+from kda_tl.templates.common.chunks import first_rows, split_chunks
+from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate
+
+INPUTS = {
+    "g": "tokens HV G : g",
+    "A_log": "HV : f32 ? has_A_log",
+    "dt_bias": "HV G : f32 ? has_dt_bias",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {"g_cumsum": "NT HV BT GP : f32"}
+
+
+def reference(
+    case: Case,
+    *,
+    g: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    chunk_tokens: torch.Tensor,
+    lower_bound: float,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of g."""
+    p = case.problem
+    log_alpha = activate_gate(g, gate=p.gate, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    chunks = split_chunks(log_alpha * RCP_LN2, chunk_tokens, case.BT, width=p.GP)  # zeros past the end
+    return {"g_cumsum": torch.where(first_rows(case.BT, p.rank, g.device), chunks, 0.0).cumsum(dim=2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdGateConfig(Config):
+    """BK: channels a thread block scans, or heads of a scalar gate; threads a block; unroll: rows loaded at once."""
+
+    BK: int = axis(64, 32, 64, 128)
+    threads: int = axis(32, 32, 64)
+    unroll: int = axis(16, 8, 16, 32)
+
+    def reject(self, case: Case) -> str | None:
+        """Every thread owns at least one lane, and chunks are whole multiples of the unrolled rows."""
+        if not case.problem.scalar_gate and case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
+        if self.threads > self.BK:
+            return f"threads={self.threads} exceeds the BK={self.BK} lanes of a block"
+        if case.BT % self.unroll:
+            return f"unroll={self.unroll} does not divide BT={case.BT}"
+        return None
+
+
+def build(case: Case, config: FwdGateConfig) -> Any:
+    """The kernel: one thread block a (chunk, head, BK channels); each thread walks down its own channels.
+
+    A scalar gate's block takes BK heads instead, a lane a head: memory holds the gates of a token side by side.
+    """
+    p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
+    lanes, heads = (p.HV, 1) if p.scalar_gate else (p.K, p.HV)
+    blocks = -(-lanes // BK)
+    tile = Tile.of(case)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    def head(i_h, lane):
+        return lane if p.scalar_gate else i_h
+
+    def channel(lane):
+        return 0 if p.scalar_gate else lane
+
+    def stored(lane):
+        return lane < lanes if p.scalar_gate else True  # channels are padded, heads are not
+
+    def own(rate, j):
+        return rate[j if p.scalar_gate else 0]
+
+    def log2_decay(x, rate, bias, lower_bound):
+        if p.gate == "log":
+            return x * RCP_LN2
+        if p.gate == "safe":
+            return lower_bound * RCP_LN2 / (1.0 + T.exp2(-RCP_LN2 * rate * (x + bias)))
+        z = x + bias  # softplus(z) = max(z, 0) + log1p(exp(-|z|)): exact where exp(z) would overflow or vanish
+        return -RCP_LN2 * rate * (T.max(z, 0.0) + T.log1p(T.exp(T.min(z, -z))))
+
+    @T.prim_func
+    def fwd_gate(
+        g: annotate(case, INPUTS["g"], tokens=tokens),
+        A_log: annotate(case, INPUTS["A_log"]),
+        dt_bias: annotate(case, INPUTS["dt_bias"]),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        g_cumsum: annotate(case, OUTPUTS["g_cumsum"], NT=NT),
+        lower_bound: T.float32,
+    ):
+        with tile.kernel(NT * heads * blocks, threads=config.threads) as i_block:
+            i_t = i_block // (heads * blocks)
+            i_h = i_block // blocks % heads
+            k0 = i_block % blocks * BK
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            raw = tile.fragment((unroll, BK), g.dtype)
+            total = tile.fragment((BK,))
+            bias = tile.fragment((BK,))
+            rate = tile.fragment((BK if p.scalar_gate else 1,))
+            T.clear(total)
+            if p.gate != "log":
+                T.clear(bias)
+            if p.scalar_gate:
+                for j in tile.parallel(BK):
+                    rate[j] = T.if_then_else(k0 + j < lanes, T.exp(A_log[k0 + j]), 1.0) if p.has_A_log else 1.0
+            else:
+                rate[0] = 1.0
+                if p.has_A_log:
+                    rate[0] = T.exp(A_log[i_h])
+            if p.has_dt_bias:
+                for j in tile.parallel(BK):
+                    bias[j] = T.if_then_else(k0 + j < lanes, dt_bias[head(i_h, k0 + j), channel(k0 + j)], 0.0)
+            for i_outer in T.serial(BT // unroll):
+                for i_inner in T.unroll(unroll):  # all loads of a group are issued before the first is used
+                    for j in tile.parallel(BK):
+                        i = i_outer * unroll + i_inner
+                        inside = has_gate(p, i, count) and k0 + j < lanes
+                        raw[i_inner, j] = T.if_then_else(inside, g[start + i, head(i_h, k0 + j), channel(k0 + j)], 0)
+                for i_inner in T.unroll(unroll):
+                    for j in tile.parallel(BK):
+                        i = i_outer * unroll + i_inner
+                        exact = log2_decay(T.cast(raw[i_inner, j], "float32"), own(rate, j), bias[j], lower_bound)
+                        step = T.if_then_else(exact < FORGOTTEN, FORGOTTEN, exact)
+                        total[j] = total[j] + T.if_then_else(has_gate(p, i, count) and k0 + j < lanes, step, 0.0)
+                        if stored(k0 + j):
+                            g_cumsum[i_t, head(i_h, k0 + j), i, channel(k0 + j)] = total[j]
+
+    return fwd_gate
+
+
+def default(case: Case) -> FwdGateConfig:
+    """A warp over 64 channels (32 where K is short): 8 bytes a thread and row. Over 32 heads for a scalar gate."""
+    if case.problem.scalar_gate:
+        return FwdGateConfig(BK=32)
+    return prefer(case, FwdGateConfig(BK=64), FwdGateConfig(BK=32))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """g once in, its fp32 cumsum once out; a few operations an element."""
+    p = case.problem
+    width = 4 if p.g_dtype == "fp32" else 2
+    gates = sizes["tokens"] // p.rank * p.HV * p.G
+    written = sizes["NT"] * p.HV * case.BT * p.GP * 4
+    return Cost(bytes=gates * width + written, flops=8 * gates)
+
+
+STAGE = Stage(
+    name="fwd_gate",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("lower_bound",),
+    config=FwdGateConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # fp32 scan of up to 64 terms: 64 * 2^-24 bounds the relative error; fast exp2/log1p are 2 ulp each
+    tolerance={"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5},
+)

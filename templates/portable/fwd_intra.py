@@ -1,0 +1,317 @@
+"""Intra-chunk matrices: query-key and key-key products under decay, and the triangular inverse.
+
+    Aqk[i, j] = scale * <q_i 2^(G_i - G_j), k_j>    j <= i          Akk = (I + L)^-1
+    L[i, j]   = beta_i * <k_i 2^(G_i - G_j), k_j>   j <  i
+
+An exponent relative to one anchor for the whole chunk overflows, so pairs are taken by *halving*: for s = 1, 2, 4, ...,
+BT/2 the rows of every odd block of s tokens meet the rows of the even block before it, both relative to the first row
+of the odd block. Both exponents are then never positive, whatever the gate does, every pair belongs to exactly one s,
+and an s costs one exponential an element and one product: the BT/2 odd rows of q and of k, stacked, against the BT/2
+even rows of k. No gate needs another path.
+
+A bounded gate may take the pairs inside sub-chunks of BC tokens in one product instead ("anchored"): relative to the
+middle row no exponent exceeds BC/2 tokens of 5 nats, 2^58, which fp32 and bf16 hold; what overflows is above the
+diagonal and dropped.
+
+The inverse: forward substitution in BC x BC diagonal blocks, a thread a column, then the same levels again,
+X <- X - X L_s X. L2 norms of q and k enter as row factors of the results and are handed on to later stages.
+
+Where a token has r rows, they do not see each other: L holds the pairs of different tokens only, j // r < i // r, so no
+level s < r adds to it. Aqk stays as it is: a token's query stands in its last row, below all the others.
+Source: Kimi Linear, arXiv:2510.26692, section 3; the halving and the levelled inverse are derived above.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.reference import activate_beta
+from kda_tl.templates.common.chunks import share_heads, split_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, annotate, beta_factor, rest_bytes, sees
+
+INPUTS = {
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "g_cumsum": "NT HV BT GP : f32",
+    "beta": "tokens HV : beta",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "Aqk": "NT HV BT BT : io",
+    "Akk": "NT HV BT BT : io",
+    "rstd": "NT HV 2 BT : f32 ? l2norm",  # 1 / norm of each row of q, then of k
+}
+
+
+def reference(
+    case: Case,
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+    scale: float,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin: pairwise exponents, a dense triangular solve, all in the dtype of g_cumsum."""
+    p, BT = case.problem, case.BT
+    dtype = g_cumsum.dtype
+    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
+    beta_tile = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)
+    q_rstd, k_rstd = (torch.rsqrt(x.square().sum(-1) + L2NORM_EPS) for x in (q_tile, k_tile))
+    if p.l2norm:
+        q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
+    Aqk, L = (g_cumsum.new_zeros((*g_cumsum.shape[:2], BT, BT)) for _ in range(2))
+    for j in range(BT):  # a column at a time: [NT, HV, rows, KP] instead of all pairs at once
+        decay = torch.exp2(g_cumsum[:, :, j:] - g_cumsum[:, :, j : j + 1])
+        key = k_tile[:, :, j : j + 1] * decay
+        Aqk[:, :, j:, j] = scale * (q_tile[:, :, j:] * key).sum(-1)
+        after = (j // p.rank + 1) * p.rank  # the next token
+        L[:, :, after:, j] = beta_tile[:, :, after:] * (k_tile[:, :, after:] * key[:, :, after - j :]).sum(-1)
+    eye = torch.eye(BT, dtype=dtype, device=q.device)
+    Akk = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False, unitriangular=True)
+    outputs = {"Aqk": Aqk, "Akk": Akk}
+    if p.l2norm:
+        outputs["rstd"] = torch.stack([q_rstd, k_rstd], dim=2)
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdIntraConfig(Config):
+    """BK: channels of q, k and g held at once; threads a block; diagonal: how pairs inside a sub-chunk are taken."""
+
+    BK: int = axis(128, 32, 64, 128, 256)
+    threads: int = axis(128, 32, 64, 128, 256)
+    diagonal: str = axis("halved", "halved", "anchored")
+
+    def reject(self, case: Case) -> str | None:
+        """Tiles divide, exponents fit, every warp of a product has 16 x 8 results, shared memory suffices."""
+        if self.diagonal == "anchored" and not case.problem.bounded_gate:
+            return f"the {case.problem.gate} gate is unbounded: anchored sub-chunks would overflow"
+        if self.diagonal == "anchored" and case.problem.dtype == "fp16":
+            return "fp16 cannot hold the factors of anchored sub-chunks"
+        if case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
+        if case.device.kind == "cpu":
+            return None if self.threads == 128 else "threads has no meaning on the CPU target"
+        tiles = (case.BT // 16) * (case.BT // 16)
+        if self.threads // 32 > tiles:
+            return f"threads={self.threads} is more warps than a {case.BT} x {case.BT // 2} product has 16 x 8 tiles"
+        smem = self.smem_bytes(case)
+        if smem > case.device.smem_bytes:
+            return f"BK={self.BK} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
+        return None
+
+    def smem_bytes(self, case: Case) -> int:
+        """q, k, their scaled halves, the cumsum; then the two results, which outlive them."""
+        io = 4 if case.problem.dtype == "fp32" else 2
+        anchored = io if self.diagonal == "anchored" else 0
+        tiles = case.BT * self.BK * (2 * io + 3 * io // 2 + anchored + 4) + case.BT * case.BT * (2 * io + 8)
+        steps = case.BT.bit_length() - 1 if case.problem.KP > self.BK else 0  # in a single step rests share their place
+        return tiles + rest_bytes(case, *[(case.BT, self.BK), (case.BT // 2, self.BK)] * steps)
+
+
+def build(case: Case, config: FwdIntraConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head)."""
+    p, BT, BC, BK, threads = case.problem, case.BT, case.BC, config.BK, config.threads
+    HV, K, group, half = p.HV, p.K, p.group, case.BT // 2
+    anchored = config.diagonal == "anchored"
+    merges = [BC << n for n in range((BT // BC).bit_length() - 1)]
+    levels = merges if anchored else [1 << n for n in range(BT.bit_length() - 1)]
+    tile = Tile.of(case)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    def odd_row(r, s):
+        """Row r of the odd blocks of s tokens, in the chunk."""
+        return r + (r // s + 1) * s
+
+    def even_row(r, s):
+        """Row r of the even blocks."""
+        return r + r // s * s
+
+    @T.prim_func
+    def fwd_intra(
+        q: annotate(case, INPUTS["q"], tokens=tokens),
+        k: annotate(case, INPUTS["k"], tokens=tokens),
+        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
+        beta: annotate(case, INPUTS["beta"], tokens=tokens),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        Aqk: annotate(case, OUTPUTS["Aqk"], NT=NT),
+        Akk: annotate(case, OUTPUTS["Akk"], NT=NT),
+        rstd: annotate(case, OUTPUTS["rstd"], NT=NT),
+        scale: T.float32,
+    ):
+        with tile.kernel(NT * HV, threads=threads) as i_block:
+            i_t = i_block // HV
+            i_hv = i_block % HV
+            i_h = i_hv // group
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            q_shared = tile.shared((BT, BK))
+            k_shared = tile.shared((BT, BK))
+            g_shared = tile.shared((BT, BK), "float32")
+            odd_rows = tile.shared((BT, BK))  # q above k
+            even_rows = tile.shared((half, BK))
+            q_frag = tile.fragment((BT, BK), tile.io)
+            k_frag = tile.fragment((BT, BK), tile.io)
+            product = tile.fragment((BT, BK))
+            qk_dot = tile.fragment((BT,))
+            if p.l2norm:
+                qq_dot = tile.fragment((BT,))
+                kk_dot = tile.fragment((BT,))
+                T.clear(qq_dot)
+                T.clear(kk_dot)
+            pairs = [tile.fragment((BT, half)) for _ in levels]
+            if anchored:
+                anchored_keys = tile.shared((BT, BK))
+                q_pairs = tile.fragment((BT, BT))
+                k_pairs = tile.fragment((BT, BT))
+                T.clear(q_pairs)
+                T.clear(k_pairs)
+            T.clear(qk_dot)
+            for pair in pairs:
+                T.clear(pair)
+            for i_k in T.serial(p.KP // BK):
+                for i, j in tile.parallel(BT, BK):
+                    inside = (i < count) & (i_k * BK + j < K)
+                    q_frag[i, j] = T.if_then_else(inside, q[start + i, i_h, i_k * BK + j], 0)
+                    k_frag[i, j] = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
+                tile.load_cumsum(g_cumsum, i_t, i_hv, i_k, g_shared)
+                T.copy(q_frag, q_shared)
+                T.copy(k_frag, k_shared)
+                for i, j in tile.parallel(BT, BK):
+                    product[i, j] = T.cast(q_frag[i, j], "float32") * T.cast(k_frag[i, j], "float32")
+                T.reduce_sum(product, qk_dot, dim=1, clear=False)
+                if p.l2norm:
+                    for i, j in tile.parallel(BT, BK):
+                        product[i, j] = T.cast(q_frag[i, j], "float32") * T.cast(q_frag[i, j], "float32")
+                    T.reduce_sum(product, qq_dot, dim=1, clear=False)
+                    for i, j in tile.parallel(BT, BK):
+                        product[i, j] = T.cast(k_frag[i, j], "float32") * T.cast(k_frag[i, j], "float32")
+                    T.reduce_sum(product, kk_dot, dim=1, clear=False)
+                if anchored:
+                    for i, j in tile.parallel(BT, BK):
+                        growth = T.exp2(g_shared[i // BC * BC + BC // 2, j] - g_shared[i, j])
+                        anchored_keys[i, j] = T.cast(T.cast(k_shared[i, j], "float32") * growth, tile.io)
+                    for rows_shared, products in ((q_shared, q_pairs), (k_shared, k_pairs)):
+                        for i, j in tile.parallel(BT, BK):
+                            decay = T.exp2(g_shared[i, j] - g_shared[i // BC * BC + BC // 2, j])
+                            odd_rows[i, j] = T.cast(T.cast(rows_shared[i, j], "float32") * decay, tile.io)
+                        tile.gemm(odd_rows, anchored_keys, products, transpose_B=True)
+                for s, pair in zip(levels, pairs, strict=True):
+                    for r, j in tile.parallel(half, BK):
+                        decay = T.exp2(g_shared[odd_row(r, s), j] - g_shared[even_row(r // s * s, s) + s, j])
+                        odd_rows[r, j] = T.cast(T.cast(q_shared[odd_row(r, s), j], "float32") * decay, tile.io)
+                        odd_rows[half + r, j] = T.cast(T.cast(k_shared[odd_row(r, s), j], "float32") * decay, tile.io)
+                    for r, j in tile.parallel(half, BK):
+                        growth = T.exp2(g_shared[even_row(r // s * s, s) + s, j] - g_shared[even_row(r, s), j])
+                        even_rows[r, j] = T.cast(T.cast(k_shared[even_row(r, s), j], "float32") * growth, tile.io)
+                    tile.gemm(odd_rows, even_rows, pair, transpose_B=True)
+
+            q_factor = tile.shared((BT,), "float32")
+            k_factor = tile.shared((BT,), "float32")
+            b_factor = tile.shared((BT,), "float32")
+            A_shared = tile.shared((BT, BT), "float32")
+            lower = tile.shared((BT, BT), "float32")
+            for i in tile.parallel(BT):
+                b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
+            for i in tile.parallel(BT):
+                q_factor[i] = T.rsqrt(qq_dot[i] + L2NORM_EPS) if p.l2norm else 1.0
+                k_factor[i] = T.rsqrt(kk_dot[i] + L2NORM_EPS) if p.l2norm else 1.0
+            if p.l2norm:
+                for i in tile.parallel(BT):
+                    rstd[i_t, i_hv, 0, i] = q_factor[i]
+                    rstd[i_t, i_hv, 1, i] = k_factor[i]
+            T.clear(A_shared)
+            T.clear(lower)
+            for i in tile.parallel(BT):
+                A_shared[i, i] = qk_dot[i] * (scale * q_factor[i] * k_factor[i])
+            # Other pairs of blocks meet in the products too, and are dropped here. Both matrices stay fp32, and each
+            # loop has one condition: tilelang 0.1.15 loses the inner one of two around a store that casts.
+            if anchored:
+                for i, j in tile.parallel(BT, BT):
+                    if (i // BC == j // BC) & (i > j):
+                        A_shared[i, j] = q_pairs[i, j] * (scale * q_factor[i] * k_factor[j])
+                for i, j in tile.parallel(BT, BT):
+                    if (i // BC == j // BC) & sees(p, i, j):
+                        lower[i, j] = k_pairs[i, j] * (b_factor[i] * k_factor[i] * k_factor[j])
+            for s, pair in zip(levels, pairs, strict=True):
+                for r, c in tile.parallel(BT, half):
+                    if (r < half) & (r % half // s == c // s):
+                        A_shared[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
+                            scale * q_factor[odd_row(r % half, s)] * k_factor[even_row(c, s)]
+                        )
+                if s >= p.rank:
+                    for r, c in tile.parallel(BT, half):
+                        if (r >= half) & (r % half // s == c // s):
+                            lower[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
+                                b_factor[odd_row(r % half, s)]
+                                * k_factor[odd_row(r % half, s)]
+                                * k_factor[even_row(c, s)]
+                            )
+            for i, j in tile.parallel(BT, BT):
+                Aqk[i_t, i_hv, i, j] = T.cast(A_shared[i, j], tile.io)
+
+            # Merging with io operands adds nothing to the rounding of Akk itself: 1.7e-3 in bf16, as with tf32
+            # operands, which took 11 to 20 % longer (H200, B1 T8192 H32).
+            inverse = tile.shared((BT, BT))
+            column = T.alloc_local((BC,), "float32")
+            T.clear(inverse)
+            for c in tile.parallel(BT):  # forward substitution, a thread a column of its BC x BC block
+                for r in T.unroll(BC):
+                    column[r] = T.if_then_else(r == c % BC, 1.0, 0.0)
+                    for m in T.unroll(r):
+                        column[r] = column[r] - lower[c // BC * BC + r, c // BC * BC + m] * column[m]
+                for r in T.unroll(BC):
+                    inverse[c // BC * BC + r, c] = T.cast(column[r], tile.io)
+            if len(merges) > 0:
+                level = tile.shared((BT, BT))
+                merged = tile.fragment((BT, BT))
+            for s in merges:
+                for i, j in tile.parallel(BT, BT):
+                    level[i, j] = T.cast(T.if_then_else((i // s) ^ (j // s) == 1, lower[i, j], 0.0), tile.io)
+                tile.gemm(inverse, level, merged, clear_accum=True)
+                T.copy(merged, level)
+                tile.gemm(level, inverse, merged, clear_accum=True)
+                for i, j in tile.parallel(BT, BT):
+                    if ((i // s) ^ (j // s) == 1) & (i > j):
+                        inverse[i, j] = T.cast(-merged[i, j], tile.io)
+            for i, j in tile.parallel(BT, BT):
+                Akk[i_t, i_hv, i, j] = T.cast(inverse[i, j], tile.io)
+
+    return fwd_intra
+
+
+def default(case: Case) -> FwdIntraConfig:
+    """As many channels at once as K has and shared memory holds; four warps, one where the products are small."""
+    threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 32
+    return prefer(case, *(FwdIntraConfig(BK=BK, threads=threads) for BK in (128, 64, 32)))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """q, k and the cumsum in, two BT x BT matrices out; two products over K and an inverse of BT^3 / 3."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * p.GP * 4
+    written = 2 * chunks * BT * BT * io
+    return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
+
+
+STAGE = Stage(
+    name="fwd_intra",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("scale",),
+    config=FwdIntraConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # operands and results rounded to io once each: 2^-9 (bf16), 2^-11 (fp16)
+    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)

@@ -1,0 +1,151 @@
+"""Output: what queries read from the state before the chunk, and from the chunk itself.
+
+    o = qg h + Aqk v_new
+
+Source: Kimi Linear, arXiv:2510.26692, section 3 (as FLA v0.6.0 ``fla/ops/gla/chunk.py``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.templates.common.chunks import join_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
+
+INPUTS = {
+    "qg": "NT HV BT KP : io",
+    "h": "NT HV KP VP : io",
+    "Aqk": "NT HV BT BT : io",
+    "v_new": "NT HV BT VP : io",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {"o": "tokens HV V : io"}
+
+
+def reference(
+    case: Case,
+    *,
+    qg: torch.Tensor,
+    h: torch.Tensor,
+    Aqk: torch.Tensor,
+    v_new: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of qg."""
+    o = qg @ h.to(qg.dtype) + Aqk.to(qg.dtype) @ v_new.to(qg.dtype)
+    tokens = int(chunk_tokens[:, 1].sum())
+    return {"o": join_chunks(o, chunk_tokens, tokens, case.problem.V)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdOutputConfig(Config):
+    """BK: key channels a step; BV: value channels a block; threads; num_stages: steps loaded ahead."""
+
+    BK: int = axis(64, 32, 64, 128)
+    BV: int = axis(64, 32, 64, 128)
+    threads: int = axis(128, 64, 128, 256)
+    num_stages: int = axis(1, 0, 1, 2)
+
+    def reject(self, case: Case) -> str | None:
+        """Tiles divide; every warp gets a 16 x 8 tile; the pipelined tiles fit shared memory."""
+        p = case.problem
+        if p.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {p.KP}"
+        if p.VP % self.BV:
+            return f"BV={self.BV} does not divide the padded head dimension {p.VP}"
+        if case.device.kind == "cpu":
+            if self.threads != 128 or self.num_stages != 1:
+                return "threads and num_stages have no meaning on the CPU target"
+            return None
+        if self.threads // 32 > (case.BT // 16) * (self.BV // 8):
+            return f"threads={self.threads} is more warps than a {case.BT} x {self.BV} product has 16 x 8 tiles"
+        if self.num_stages and self.threads > 128:
+            return "two warpgroups may race on operands outside the pipeline (suspected, tilelang 0.1.15)"
+        if self.num_stages > p.KP // self.BK:
+            return f"num_stages={self.num_stages} exceeds the {p.KP // self.BK} steps over K"
+        io = 4 if p.dtype == "fp32" else 2
+        stage = (case.BT + self.BV) * self.BK * io
+        smem = max(self.num_stages, 1) * stage + case.BT * (case.BT + 2 * self.BV) * io
+        step = (case.BT, self.BK), (self.BK, self.BV)
+        smem += rest_bytes(case, *step, (case.BT, case.BT), (case.BT, self.BV))
+        if smem > case.device.smem_bytes:
+            return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
+        return None
+
+
+def build(case: Case, config: FwdOutputConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head, BV channels)."""
+    p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
+    HV, V, VB = p.HV, p.V, p.VP // config.BV
+    tile = Tile.of(case)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @T.prim_func
+    def fwd_output(
+        qg: annotate(case, INPUTS["qg"], NT=NT),
+        h: annotate(case, INPUTS["h"], NT=NT),
+        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
+        v_new: annotate(case, INPUTS["v_new"], NT=NT),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        o: annotate(case, OUTPUTS["o"], tokens=tokens),
+    ):
+        with tile.kernel(NT * HV * VB, threads=config.threads) as i_block:
+            i_t = i_block // (HV * VB)
+            i_h = i_block // VB % HV
+            v0 = i_block % VB * BV
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            q_shared = tile.shared((BT, BK))
+            h_shared = tile.shared((BK, BV))
+            A_shared = tile.shared((BT, BT))
+            v_shared = tile.shared((BT, BV))
+            o_frag = tile.fragment((BT, BV))
+            o_shared = tile.shared((BT, BV))
+            T.copy(Aqk[i_t, i_h, :, :], A_shared)
+            T.copy(v_new[i_t, i_h, :, v0 : v0 + BV], v_shared)
+            T.clear(o_frag)
+            for i_k in tile.pipelined(p.KP // BK, num_stages=config.num_stages):
+                T.copy(qg[i_t, i_h, :, i_k * BK : (i_k + 1) * BK], q_shared)
+                T.copy(h[i_t, i_h, i_k * BK : (i_k + 1) * BK, v0 : v0 + BV], h_shared)
+                tile.gemm(q_shared, h_shared, o_frag)
+            tile.gemm(A_shared, v_shared, o_frag)
+            T.copy(o_frag, o_shared)  # through shared memory: 16-byte writes
+            for i, j in tile.parallel(BT, BV):
+                if (i < count) & (v0 + j < V):
+                    o[start + i, i_h, v0 + j] = o_shared[i, j]
+
+    return fwd_output
+
+
+def default(case: Case) -> FwdOutputConfig:
+    """64 x 64 tiles where the dimensions and shared memory allow."""
+    threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
+    return prefer(case, *(FwdOutputConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """qg, h, Aqk and v_new in, o out; two products."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    read = chunks * io * (BT * p.KP + p.KP * p.VP + BT * BT + BT * p.VP)
+    written = sizes["tokens"] * p.HV * p.V * io
+    return Cost(bytes=read + written, flops=chunks * 2 * BT * p.V * (p.K + BT // 2))
+
+
+STAGE = Stage(
+    name="fwd_output",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=FwdOutputConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # operands are given in io; only the result is rounded
+    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE},
+)

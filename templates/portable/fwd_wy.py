@@ -1,0 +1,199 @@
+"""WY representation: the chunk's update as two tall matrices, and queries and keys scaled for the state.
+
+    u  = Akk (beta v)                      kg = k 2^(G_last - G)
+    w  = Akk (beta k 2^G)                  qg = scale q 2^G
+
+Rows past the end of a sequence are zero in all four, so later stages work on whole tiles.
+Source: Kimi Linear, arXiv:2510.26692, section 3 (as FLA v0.6.0 ``fla/ops/kda/wy_fast.py``).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.reference import activate_beta
+from kda_tl.templates.common.chunks import share_heads, split_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes
+
+INPUTS = {
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "v": "tokens HV V : io",
+    "g_cumsum": "NT HV BT GP : f32",
+    "beta": "tokens HV : beta",
+    "Akk": "NT HV BT BT : io",
+    "rstd": "NT HV 2 BT : f32 ? l2norm",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "w": "NT HV BT KP : io",
+    "u": "NT HV BT VP : io",
+    "kg": "NT HV BT KP : io",
+    "qg": "NT HV BT KP : io",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    beta: torch.Tensor,
+    Akk: torch.Tensor,
+    rstd: torch.Tensor | None,
+    chunk_tokens: torch.Tensor,
+    scale: float,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of g_cumsum."""
+    p, BT, dtype = case.problem, case.BT, g_cumsum.dtype
+    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
+    if rstd is not None:
+        q_tile, k_tile = q_tile * rstd[:, :, 0, :, None], k_tile * rstd[:, :, 1, :, None]
+    v_tile = split_chunks(v.to(dtype), chunk_tokens, BT, width=p.VP)
+    step = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)[..., None]
+    decay = torch.exp2(g_cumsum)
+    A = Akk.to(dtype)
+    return {
+        "w": A @ (step * k_tile * decay),
+        "u": A @ (step * v_tile),
+        "kg": k_tile * torch.exp2(g_cumsum[:, :, -1:] - g_cumsum),
+        "qg": scale * q_tile * decay,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdWyConfig(Config):
+    """BK, BV: channels of keys and values a product takes at once; threads a block."""
+
+    BK: int = axis(64, 32, 64, 128)
+    BV: int = axis(64, 32, 64, 128)
+    threads: int = axis(128, 64, 128, 256)
+
+    def reject(self, case: Case) -> str | None:
+        """Tiles divide the padded dimensions; every warp gets at least one 16 x 8 tile."""
+        if case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
+        if case.problem.VP % self.BV:
+            return f"BV={self.BV} does not divide the padded head dimension {case.problem.VP}"
+        if case.device.kind == "cpu":
+            return "threads has no meaning on the CPU target" if self.threads != 128 else None
+        if self.threads // 32 > (case.BT // 16) * (min(self.BK, self.BV) // 8):
+            return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
+        io = 4 if case.problem.dtype == "fp32" else 2
+        smem = case.BT * io * (case.BT + 4 * self.BK + 2 * self.BV) + case.BT * self.BK * 4
+        smem += rest_bytes(case, *[(case.BT, width) for width in (case.BT, self.BV, case.BT, self.BK)])
+        if smem > case.device.smem_bytes:
+            return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
+        return None
+
+
+def build(case: Case, config: FwdWyConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head), column tiles in turn."""
+    p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
+    HV, K, V, group = p.HV, p.K, p.V, p.group
+    tile = Tile.of(case)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @T.prim_func
+    def fwd_wy(
+        q: annotate(case, INPUTS["q"], tokens=tokens),
+        k: annotate(case, INPUTS["k"], tokens=tokens),
+        v: annotate(case, INPUTS["v"], tokens=tokens),
+        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
+        beta: annotate(case, INPUTS["beta"], tokens=tokens),
+        Akk: annotate(case, INPUTS["Akk"], NT=NT),
+        rstd: annotate(case, INPUTS["rstd"], NT=NT),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        w: annotate(case, OUTPUTS["w"], NT=NT),
+        u: annotate(case, OUTPUTS["u"], NT=NT),
+        kg: annotate(case, OUTPUTS["kg"], NT=NT),
+        qg: annotate(case, OUTPUTS["qg"], NT=NT),
+        scale: T.float32,
+    ):
+        with tile.kernel(NT * HV, threads=config.threads) as i_block:
+            i_t = i_block // HV
+            i_hv = i_block % HV
+            i_h = i_hv // group
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            A_shared = tile.shared((BT, BT))
+            v_shared = tile.shared((BT, BV))
+            k_shared = tile.shared((BT, BK))
+            g_shared = tile.shared((BT, BK), "float32")
+            q_factor = tile.shared((BT,), "float32")
+            k_factor = tile.shared((BT,), "float32")
+            b_factor = tile.shared((BT,), "float32")
+            u_frag = tile.fragment((BT, BV))
+            w_frag = tile.fragment((BT, BK))
+            T.copy(Akk[i_t, i_hv, :, :], A_shared)
+            for i in tile.parallel(BT):
+                b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
+                if p.l2norm:
+                    q_factor[i] = scale * rstd[i_t, i_hv, 0, i]
+                    k_factor[i] = rstd[i_t, i_hv, 1, i]
+                else:
+                    q_factor[i] = scale
+                    k_factor[i] = 1.0
+
+            for i_v in T.serial(p.VP // BV):
+                for i, j in tile.parallel(BT, BV):
+                    inside = (i < count) & (i_v * BV + j < V)
+                    raw = T.if_then_else(inside, v[start + i, i_hv, i_v * BV + j], 0)
+                    v_shared[i, j] = T.cast(T.cast(raw, "float32") * b_factor[i], tile.io)
+                tile.gemm(A_shared, v_shared, u_frag, clear_accum=True)
+                T.copy(u_frag, v_shared)  # through shared memory: 16-byte writes
+                T.copy(v_shared, u[i_t, i_hv, :, i_v * BV : (i_v + 1) * BV])
+
+            for i_k in T.serial(p.KP // BK):
+                tile.load_cumsum(g_cumsum, i_t, i_hv, i_k, g_shared)
+                for i, j in tile.parallel(BT, BK):
+                    inside = (i < count) & (i_k * BK + j < K)
+                    q_raw = T.if_then_else(inside, q[start + i, i_h, i_k * BK + j], 0)
+                    k_raw = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
+                    key = T.cast(k_raw, "float32") * k_factor[i]
+                    decay = T.exp2(g_shared[i, j])
+                    k_shared[i, j] = T.cast(key * (b_factor[i] * decay), tile.io)
+                    kg[i_t, i_hv, i, i_k * BK + j] = T.cast(key * T.exp2(g_shared[BT - 1, j] - g_shared[i, j]), tile.io)
+                    qg[i_t, i_hv, i, i_k * BK + j] = T.cast(T.cast(q_raw, "float32") * (q_factor[i] * decay), tile.io)
+                tile.gemm(A_shared, k_shared, w_frag, clear_accum=True)
+                T.copy(w_frag, k_shared)
+                T.copy(k_shared, w[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK])
+
+    return fwd_wy
+
+
+def default(case: Case) -> FwdWyConfig:
+    """64-channel tiles where the dimensions and shared memory allow."""
+    threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
+    return prefer(case, *(FwdWyConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """q, k, v, cumsum and Akk in; w, u, kg, qg out; two triangular products."""
+    p, BT = case.problem, case.BT
+    io = 4 if p.dtype == "fp32" else 2
+    chunks = sizes["NT"] * p.HV
+    read = sizes["tokens"] * (2 * p.H * p.K + p.HV * p.V) * io + chunks * BT * (p.GP * 4 + BT * io)
+    written = chunks * BT * (3 * p.KP + p.VP) * io
+    return Cost(bytes=read + written, flops=chunks * BT * BT * (p.K + p.V))
+
+
+STAGE = Stage(
+    name="fwd_wy",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("scale",),
+    config=FwdWyConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # one operand and the result rounded to io: 2^-9 each (bf16), 2^-11 (fp16)
+    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)

@@ -1,0 +1,1 @@
+"""Stages for Hopper: warps with roles, rings of tiles, bulk copies."""

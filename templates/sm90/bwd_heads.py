@@ -1,0 +1,115 @@
+"""Queries and keys that value heads share, backward: the sum over the value heads of a group.
+
+    dx = sum of dx_part over the group's value heads          x: q, k
+
+A stage of its own because sums across thread blocks would need atomics, whose order no two runs share. Parts are those
+of the caller's q and k, norms included: the norm's backward is linear in the gradient that it is given.
+Source: the chain rule on the repetition of a head for its value heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.templates.common.tile import TL_DTYPE, annotate
+
+INPUTS = {
+    "dq_part": "tokens HV K : io ? grouped",
+    "dk_part": "tokens HV K : io ? grouped",
+}
+OUTPUTS = {
+    "dq": "tokens H K : io ? grouped",
+    "dk": "tokens H K : io ? grouped",
+}
+
+
+def reference(case: Case, *, dq_part: torch.Tensor, dk_part: torch.Tensor) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of the parts."""
+    p = case.problem
+    return {name: part.unflatten(1, (p.H, p.group)).sum(2) for name, part in (("dq", dq_part), ("dk", dk_part))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdHeadsConfig(Config):
+    """rows: tokens of a head that a block takes; threads a block."""
+
+    rows: int = axis(16, 8, 16, 32)
+    threads: int = axis(128, 64, 128, 256)
+
+    def reject(self, case: Case) -> str | None:
+        """The device and channels of the stage before it; every thread has 8 bytes to add, and room for its share."""
+        if case.device.sm != 90:
+            return f"it adds what instructions of sm_90 made, the device is {case.device.arch}"
+        if case.problem.K not in (64, 128):
+            return f"K={case.problem.K} is not 64 or 128 channels, which its tiles are"
+        elements = self.rows * case.problem.K // self.threads
+        if elements < 4:
+            return f"threads={self.threads} leaves a thread less than 4 of {self.rows} x {case.problem.K} elements"
+        if elements > 64:
+            return f"rows={self.rows} gives a thread {elements} elements of either gradient: use fewer rows"
+        return None
+
+
+def build(case: Case, config: BwdHeadsConfig) -> Any:
+    """The kernel: one thread block a (rows of tokens, query/key head)."""
+    p, rows = case.problem, config.rows
+    H, K, group = p.H, p.K, p.group
+    tokens = T.dynamic("tokens")
+
+    @T.macro
+    def add(part, dx, t0, i_h):
+        total = T.alloc_fragment((rows, K), "float32")
+        T.clear(total)
+        for m in T.unroll(group):
+            for i, j in T.Parallel(rows, K):
+                own = T.if_then_else(t0 + i < tokens, part[t0 + i, i_h * group + m, j], 0)
+                total[i, j] = total[i, j] + T.cast(own, "float32")
+        for i, j in T.Parallel(rows, K):
+            if t0 + i < tokens:
+                dx[t0 + i, i_h, j] = T.cast(total[i, j], TL_DTYPE[p.dtype])
+
+    @T.prim_func
+    def bwd_heads(
+        dq_part: annotate(case, INPUTS["dq_part"], tokens=tokens),
+        dk_part: annotate(case, INPUTS["dk_part"], tokens=tokens),
+        dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
+        dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
+    ):
+        with T.Kernel(T.ceildiv(tokens, rows) * H, threads=config.threads) as i_block:
+            t0 = i_block // H * rows
+            i_h = i_block % H
+            if p.grouped:  # or there is nothing to add
+                add(dq_part, dq, t0, i_h)
+                add(dk_part, dk, t0, i_h)
+
+    return bwd_heads
+
+
+def default(case: Case) -> BwdHeadsConfig:
+    """16 channels of either gradient a thread at K = 128."""
+    return prefer(case, BwdHeadsConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """Parts of all value heads in, sums out."""
+    p = case.problem
+    io = 4 if p.dtype == "fp32" else 2
+    return Cost(bytes=2 * sizes["tokens"] * (p.HV + p.H) * p.K * io, flops=2 * sizes["tokens"] * p.HV * p.K)
+
+
+STAGE = Stage(
+    name="bwd_heads",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdHeadsConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # fp32 sums of a few parts; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
+    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5},
+)

@@ -1,0 +1,128 @@
+"""Scans of segments in both directions for Hopper: those of whole sequences, but a segment has a state and gradient.
+
+    V'^T = (V^T + S^T k_neg^T) A^T              S^T <- S^T diag(decay) + V'^T kg                       forwards
+    dV'^T = dO^T Aqk + dS^T kg^T                dX^T = dV'^T A
+                                                dS^T <- dS^T diag(decay) + dO^T qg + dX^T k_neg        backwards
+
+The state that a segment starts from is known, see fwd_merge, and so is the gradient of the one that it ends with, see
+bwd_merge: segments of one sequence run side by side.
+Source: as bwd_scan, whose body this is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.templates.sm90.recurrence import FACTORS, TABLES, WARPGROUP, Factors
+from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
+
+INPUTS = {
+    "v": "tokens HV V : io",
+    "do": "tokens HV V : io",
+    **FACTORS,
+    "starts": "NS HV VP KP : f32",
+    "ends": "NS HV VP KP : f32",
+    **TABLES,
+}
+OUTPUTS = SCANNED
+
+
+def reference(
+    case: Case,
+    *,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    A: torch.Tensor,
+    Aqk: torch.Tensor,
+    k_neg: torch.Tensor,
+    qg: torch.Tensor,
+    kg: torch.Tensor,
+    decay: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    segments: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of decay."""
+    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
+    states, dstates = (x[:, :, : case.problem.V].to(decay.dtype).unbind() for x in (starts, ends))
+    return scan_reference(case, states, dstates, v, do, segments, chunk_tokens, factors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdResumeConfig(ScanConfig):
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+
+
+# A thread's: with those of bwd_scan, 24 bytes of what loads are spilled, with these none (TileLang 0.1.15, CUDA 13.0).
+REGISTERS = (216, 72)
+
+
+def build(case: Case, config: BwdResumeConfig) -> Any:
+    """The kernel: one thread block a (direction, segment, value head, BV channels)."""
+    p = case.problem
+    HV, VB = p.HV, p.V // config.BV
+    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
+
+    @T.macro
+    def load_state(state, known, there, w):
+        for i, j in T.Parallel(*state.shape):
+            state[i, j] = known[w.i_s, w.i_h, w.v0 + i, j]
+
+    @T.prim_func
+    def bwd_resume(
+        v: annotate(case, INPUTS["v"], tokens=tokens),
+        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
+        A: annotate(case, INPUTS["A"], NT=NT),
+        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
+        qg: annotate(case, INPUTS["qg"], NT=NT),
+        kg: annotate(case, INPUTS["kg"], NT=NT),
+        decay: annotate(case, INPUTS["decay"], NT=NT),
+        starts: annotate(case, INPUTS["starts"], NS=NS),
+        ends: annotate(case, INPUTS["ends"], NS=NS),
+        segments: annotate(case, INPUTS["segments"], NS=NS),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        values: annotate(case, OUTPUTS["values"], NT=NT),
+        states: annotate(case, OUTPUTS["states"], NT=NT),
+        dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
+        dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
+        dh0: annotate(case, OUTPUTS["dh0"], N=N),
+    ):
+        with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
+            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
+            read, written = (v, d_o, factors, starts, ends, segments, chunk_tokens), (values, states, dv, dstates, dh0)
+            scan(case, config, load_state, REGISTERS, True, i_block, NS, Tensors(*read, *written))
+
+    return bwd_resume
+
+
+def default(case: Case) -> BwdResumeConfig:
+    """One warpgroup that multiplies."""
+    return prefer(case, BwdResumeConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """v, do, what prep made and two states a segment in; values, states and gradients out; ten products a chunk."""
+    p = case.problem
+    states = 2 * sizes["NS"] * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.initial_state
+    return scan_cost(case, sizes, states)
+
+
+STAGE = Stage(
+    name="bwd_resume",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdResumeConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
+    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)

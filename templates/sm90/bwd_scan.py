@@ -1,0 +1,133 @@
+"""Scans in both directions for Hopper, two halves of one grid: values and states again, and gradients of both.
+
+    V'^T = (V^T + S^T k_neg^T) A^T              S^T <- S^T diag(decay) + V'^T kg                       forwards
+    dV'^T = dO^T Aqk + dS^T kg^T                dX^T = dV'^T A
+                                                dS^T <- dS^T diag(decay) + dO^T qg + dX^T k_neg        backwards
+
+from V' = A X, X = V + k_neg S, O = qg S + Aqk V' and S' = diag(decay) S + kg^T V'; dX is the gradient of v. Neither
+needs the other, so both run at once where heads leave multiprocessors idle. The transposed state, or its gradient,
+stays in registers, as in fwd_recurrence; S goes to memory as it is before each chunk, dS as it is after it.
+Source: autograd of Kimi Linear, arXiv:2510.26692, section 3, in the form of fwd_recurrence.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate, at_state
+from kda_tl.templates.sm90.recurrence import FACTORS, ROWS, TABLES, WARPGROUP, Factors, read_state
+from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
+
+INPUTS = {
+    "v": "tokens HV V : io",
+    "do": "tokens HV V : io",
+    **FACTORS,
+    "h0": "N HV K V : f32 ? initial_state",
+    "dht": "N HV K V : f32 ? final_state",
+    **TABLES,
+}
+OUTPUTS = SCANNED
+
+
+def reference(
+    case: Case,
+    *,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    A: torch.Tensor,
+    Aqk: torch.Tensor,
+    k_neg: torch.Tensor,
+    qg: torch.Tensor,
+    kg: torch.Tensor,
+    decay: torch.Tensor,
+    h0: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    segments: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of decay; a segment is a sequence."""
+    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
+    starts, ends = ([read_state(case, x, n, decay) for n in segments[:, 2].tolist()] for x in (h0, dht))
+    return scan_reference(case, starts, ends, v, do, segments, chunk_tokens, factors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdScanConfig(ScanConfig):
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+
+
+# A thread's: what multiplies holds a state or its gradient, what loads holds nothing.
+REGISTERS = (232, 40)
+
+
+def build(case: Case, config: BwdScanConfig) -> Any:
+    """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
+    p = case.problem
+    HV, VB = p.HV, p.V // config.BV
+    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
+
+    @T.macro
+    def load_state(state, given, there, w):
+        if there:
+            for i, j in T.Parallel(*state.shape):
+                state[i, j] = T.if_then_else(j < p.K, given[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0)
+        else:
+            T.clear(state)
+
+    @T.prim_func
+    def bwd_scan(
+        v: annotate(case, INPUTS["v"], tokens=tokens),
+        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
+        A: annotate(case, INPUTS["A"], NT=NT),
+        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
+        qg: annotate(case, INPUTS["qg"], NT=NT),
+        kg: annotate(case, INPUTS["kg"], NT=NT),
+        decay: annotate(case, INPUTS["decay"], NT=NT),
+        h0: annotate(case, INPUTS["h0"], N=N),
+        dht: annotate(case, INPUTS["dht"], N=N),
+        segments: annotate(case, INPUTS["segments"], NS=NS),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        values: annotate(case, OUTPUTS["values"], NT=NT),
+        states: annotate(case, OUTPUTS["states"], NT=NT),
+        dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
+        dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
+        dh0: annotate(case, OUTPUTS["dh0"], N=N),
+    ):
+        with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
+            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
+            read, written = (v, d_o, factors, h0, dht, segments, chunk_tokens), (values, states, dv, dstates, dh0)
+            scan(case, config, load_state, REGISTERS, False, i_block, NS, Tensors(*read, *written))
+
+    return bwd_scan
+
+
+def default(case: Case) -> BwdScanConfig:
+    """Two warpgroups where one direction's blocks of 64 channels are more than the multiprocessors."""
+    p = case.problem
+    wide = p.HV * (p.V // ROWS) > case.device.num_sms
+    return prefer(case, BwdScanConfig(BV=2 * ROWS if wide else ROWS))
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """v, do and what prep made in; values, states and gradients out; ten products a chunk."""
+    p = case.problem
+    return scan_cost(case, sizes, sizes["N"] * p.HV * p.K * p.V * (2 * p.initial_state + p.final_state))
+
+
+STAGE = Stage(
+    name="bwd_scan",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdScanConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
+    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)

@@ -1,0 +1,183 @@
+"""Segments in reverse for Hopper: what a stretch of chunks makes of the gradient of the state after it, from zero on.
+
+    dX^T = (dO^T Aqk + dS^T kg^T) A        dS^T <- dS^T diag(decay) + dO^T qg + dX^T k_neg
+
+This is affine in dS, with the transition of the segment that fwd_segment finds, transposed: dS_start^T = dS_end^T
+transition^T + dlocal. A segment that ends its sequence is walked from the gradient of the final state instead of zero,
+so that its transition is never asked for. Nothing asks for what comes before a segment that begins its sequence: it is
+not walked, and zero.
+Source: the transpose of fwd_segment's affine form; the walk is that of bwd_scan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, annotate, at_state
+from kda_tl.templates.sm90.recurrence import (
+    FACTORS,
+    PRODUCER,
+    TABLES,
+    WARPGROUP,
+    Factors,
+    RecurrenceConfig,
+    find_chunks,
+    layout_lower,
+    put_constants,
+    read_state,
+)
+from kda_tl.templates.sm90.ring import Ring
+from kda_tl.templates.sm90.walk import Tiles, Walk, load_backwards, walk_back_reference, walk_backwards
+
+INPUTS = {"do": "tokens HV V : io", **FACTORS, "dht": "N HV K V : f32 ? final_state", **TABLES}
+OUTPUTS = {"dlocal": "NS HV VP KP : f32"}
+
+
+def reference(
+    case: Case,
+    *,
+    do: torch.Tensor,
+    A: torch.Tensor,
+    Aqk: torch.Tensor,
+    k_neg: torch.Tensor,
+    qg: torch.Tensor,
+    kg: torch.Tensor,
+    decay: torch.Tensor,
+    dht: torch.Tensor | None,
+    segments: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of decay."""
+    p, rows = case.problem, segments.tolist()
+    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
+    d_o = split_chunks(do.to(decay.dtype), chunk_tokens, case.BT)
+    dlocal = decay.new_zeros((len(rows), p.HV, p.VP, p.KP))
+    for i_s, (first, count, begins, ends) in enumerate(rows):
+        if begins < 0:
+            dstate = read_state(case, dht if ends >= 0 else None, ends, decay)
+            dlocal[i_s, :, : p.V] = walk_back_reference(d_o, dstate, first, count, factors)[0]
+    return {"dlocal": dlocal}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdSegmentConfig(RecurrenceConfig):
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+
+    def smem_bytes(self, case: Case) -> int:
+        """The tiles of every stage, and two barriers a stage."""
+        BT, KP = case.BT, case.problem.KP
+        return self.num_stages * (BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 16)
+
+
+# A thread's: what multiplies stores nothing of a chunk and needs fewer than in bwd_scan.
+REGISTERS, LOADER_REGISTERS = 216, 72
+
+
+def build(case: Case, config: BwdSegmentConfig) -> Any:
+    """The kernel: one thread block a (segment, value head, BV channels), chunks in reverse."""
+    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
+    HV, KP, VB = p.HV, p.KP, p.VP // config.BV
+    io, f32 = TL_DTYPE[p.dtype], "float32"
+    consumers = config.consumers
+    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
+
+    @T.macro
+    def load_state(state, dht, there, w):
+        T.clear(state)
+        if there:
+            if w.i_n >= 0:
+                for i, j in T.Parallel(BV, KP):
+                    state[i, j] = T.if_then_else(
+                        (w.v0 + i < p.V) & (j < p.K), dht[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0
+                    )
+
+    @T.prim_func
+    def bwd_segment(
+        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
+        A: annotate(case, INPUTS["A"], NT=NT),
+        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
+        qg: annotate(case, INPUTS["qg"], NT=NT),
+        kg: annotate(case, INPUTS["kg"], NT=NT),
+        decay: annotate(case, INPUTS["decay"], NT=NT),
+        dht: annotate(case, INPUTS["dht"], N=N),
+        segments: annotate(case, INPUTS["segments"], NS=NS),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        dlocal: annotate(case, OUTPUTS["dlocal"], NS=NS),
+    ):
+        with T.Kernel(NS * HV * VB, threads=consumers + WARPGROUP) as i_block:
+            i_s = i_block // (HV * VB)
+            i_h = i_block // VB % HV
+            v0 = i_block % VB * BV
+            first, count, start, end = find_chunks(segments, chunk_tokens, i_s)
+            begins = segments[i_s, 2] >= 0
+            chunks = T.if_then_else(begins, 0, count)
+            i_n = T.if_then_else(begins, -1, segments[i_s, 3])
+            x_shared = T.alloc_shared((stages, BT, BV), io)
+            A_shared = T.alloc_shared((stages, BT, BT), io)
+            Aqk_shared = T.alloc_shared((stages, BT, BT), io)
+            n_shared = T.alloc_shared((stages, BT, KP), io)
+            q_shared = T.alloc_shared((stages, BT, KP), io)
+            k_shared = T.alloc_shared((stages, BT, KP), io)
+            decay_shared = T.alloc_shared((stages, KP), f32)
+            ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+            free = T.alloc_barrier(arrive_count=[consumers] * stages)
+            thread = T.get_thread_binding()
+            T.annotate_layout(layout_lower(A_shared, Aqk_shared))
+            triangles = [A_shared, Aqk_shared]
+            put_constants(triangles)
+            A_shared, Aqk_shared = triangles  # names again, see outputs.py
+
+            w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
+            tiles = Tiles(x_shared, Factors(A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared))
+            ring = Ring(ready, free)
+            if thread < consumers:
+                T.set_max_nreg(REGISTERS, 1)
+                state = walk_backwards(case, config, load_state, dht, tiles, ring, w, None)
+                for i, j in T.Parallel(BV, KP):
+                    dlocal[i_s, i_h, v0 + i, j] = state[i, j]
+            else:
+                T.set_max_nreg(LOADER_REGISTERS, 0)
+                if thread < consumers + PRODUCER:
+                    load_backwards(case, d_o, Factors(A, Aqk, k_neg, qg, kg, decay), tiles, ring, w)
+
+    return bwd_segment
+
+
+def default(case: Case) -> BwdSegmentConfig:
+    """One warpgroup that multiplies."""
+    return prefer(case, BwdSegmentConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """do and what prep made of the chunks that are walked in, a gradient a segment out; six products a chunk.
+
+    Segments are about as long as each other, and those that begin a sequence are not walked.
+    """
+    p, BT, NC = case.problem, case.BT, sizes["NC"]
+    io = 4 if p.dtype == "fp32" else 2
+    share = NC / max(sizes["NS"], NC)
+    moved = sizes["tokens"] * p.HV * p.V * io
+    moved += sizes["NT"] * p.HV * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
+    products = sizes["NT"] * p.HV * BT * p.V * (6 * p.K + 4 * BT)
+    states = sizes["NS"] * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.final_state
+    return Cost(bytes=int(share * moved) + states * 4, flops=int(share * products))
+
+
+STAGE = Stage(
+    name="bwd_segment",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=BwdSegmentConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # gradients of states and values rounded to io a chunk; the recurrence contracts, so errors do not grow
+    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)

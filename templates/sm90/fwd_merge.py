@@ -1,0 +1,126 @@
+"""Merge: the states that segments start from, in fp32, one after the other.
+
+    S^T <- S^T transition + local
+
+from the sequence's initial state, or zero, over the segments that do not end it. See merge.py for the operands.
+Source: derived in fwd_segment.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
+from kda_tl.templates.sm90.recurrence import read_state
+
+INPUTS = {
+    "local": "NC HV VP KP : f32",
+    "transition": "NC HV KP KP : f32",
+    "h0": "N HV K V : f32 ? initial_state",
+    "seq_segments": "N 3 : i32",
+}
+OUTPUTS = {"starts": "NS HV VP KP : f32"}
+
+
+def reference(
+    case: Case,
+    *,
+    local: torch.Tensor,
+    transition: torch.Tensor,
+    h0: torch.Tensor | None,
+    seq_segments: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of local."""
+    p, rows = case.problem, seq_segments.tolist()
+    starts = local.new_zeros((sum(count + 1 for _, count, _ in rows), p.HV, p.VP, p.KP))
+    for n, (first, count, last) in enumerate(rows):
+        state = torch.nn.functional.pad(read_state(case, h0, n, local), (0, 0, 0, p.VP - p.V))
+        for i_s in range(first, first + count):
+            starts[i_s] = state
+            state = state @ transition[i_s] + local[i_s]
+        starts[last] = state
+    return {"starts": starts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdMergeConfig(MergeConfig):
+    """BV: rows a thread block owns; threads a block."""
+
+
+def build(case: Case, config: FwdMergeConfig) -> Any:
+    """The kernel: one thread block a (sequence, value head, BV rows), segments in order."""
+    p, BV, f32 = case.problem, config.BV, "float32"
+    HV, KP, VB = p.HV, p.KP, p.VP // BV
+    N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
+
+    @T.prim_func
+    def fwd_merge(
+        local: annotate(case, INPUTS["local"], NC=NC),
+        transition: annotate(case, INPUTS["transition"], NC=NC),
+        h0: annotate(case, INPUTS["h0"], N=N),
+        seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
+        starts: annotate(case, OUTPUTS["starts"], NS=NS),
+    ):
+        with T.Kernel(N * HV * VB, threads=config.threads) as i_block:
+            i_n = i_block // (HV * VB)
+            i_h = i_block // VB % HV
+            v0 = i_block % VB * BV
+            first = seq_segments[i_n, 0]
+            count = seq_segments[i_n, 1]
+            last = seq_segments[i_n, 2]
+            loaded = T.alloc_shared((2, KP, KP), f32)
+            state_high = T.alloc_shared((BV, KP), SPLIT)
+            state_low = T.alloc_shared((BV, KP), SPLIT)
+            transition_high = T.alloc_shared((KP, KP), SPLIT)
+            transition_low = T.alloc_shared((KP, KP), SPLIT)
+            state = T.alloc_fragment((BV, KP), f32)
+            own = T.alloc_fragment((BV, KP), f32)
+            states = Halves(state_high, state_low)
+            transitions = Halves(transition_high, transition_low)
+            if count > 0:
+                T.async_copy(transition[first, i_h, :, :], loaded[0, :, :])
+            load_given(p, h0, p.initial_state, i_n, i_h, v0, state)
+            for n in T.serial(count):
+                T.ptx_wait_group(0)
+                T.sync_threads()
+                if n + 1 < count:
+                    T.async_copy(transition[first + n + 1, i_h, :, :], loaded[(n + 1) % 2, :, :])
+                for i, j in T.Parallel(BV, KP):
+                    own[i, j] = local[first + n, i_h, v0 + i, j]
+                T.copy(state, starts[first + n, i_h, v0 : v0 + BV, :])
+                merge_segment(state, own, loaded, n % 2, states, transitions)
+            T.copy(state, starts[last, i_h, v0 : v0 + BV, :])
+
+    return fwd_merge
+
+
+def default(case: Case) -> FwdMergeConfig:
+    """Many thread blocks with few rows each."""
+    return prefer(case, FwdMergeConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """local, transition and initial states in; a state a segment out; one product for each that ends no sequence."""
+    p, NC = case.problem, sizes["NC"]
+    states = (NC + sizes["NS"]) * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.initial_state
+    moved = states + NC * p.HV * p.KP * p.KP
+    return Cost(bytes=4 * moved, flops=2 * NC * p.HV * p.V * p.K * p.K)
+
+
+STAGE = Stage(
+    name="fwd_merge",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=FwdMergeConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # all is fp32 whatever io is; sums over K channels, a segment after the other
+    tolerance=dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE),
+)

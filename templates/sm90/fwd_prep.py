@@ -1,0 +1,298 @@
+"""Prep: all of a chunk that does not need the state, in one kernel for Hopper.
+
+    k_neg = -k 2^G      qg = scale q 2^G      kg = k 2^(G_last - G)      decay = 2^G_last
+    G as in fwd_gate, q and k normalised
+    Aqk[i, j] = scale <q_i 2^(G_i - G_j), k_j>   j <= i
+    A = (I + L)^-1 diag(beta),   L[i, j] = beta_i <k_i 2^(G_i - G_j), k_j>   j < i
+
+A thread owns four neighbouring channels of one sub-chunk and walks down its rows, so gates, cumsums and exponentials
+stay in registers. Pairs of rows are products of anchored operands: rows of a sub-chunk relative to its middle row,
+keys relative to the middle of the sub-chunk whose rows they meet, which lies below them:
+
+    <q_i 2^(G_i - m_b), k_j 2^(m_b - G_j)>      i in sub-chunk b, j in sub-chunk a <= b
+
+Anchors m are integers, so rounded operands move from one to another, or to none, by exact products of two bf16 a time;
+without a bound of the gate even ones, and in two halves, since 2^(m_b - m_a) may be less than any bf16 while what it
+links is not.
+A token alone in its chunk has one pair, and no others to average what rounding does: it is taken in fp32.
+A bounded gate keeps these exponents below 2^58. Where an unbounded gate decays below 2^-110 within half a sub-chunk,
+the thread block then takes all of its chunk's factors and pairs once more, without anchors.
+
+The inverse: forward substitution gives the blocks of 16 rows on the diagonal, products of single warps what lies below
+them (see warp.py). Chunks run from the last to the first, since the recurrence begins with the first.
+
+    phase              warps of 4, of 256 channels 8                     barrier before it
+    load_gates, _rows  all ask for all: gates to registers, q, k async
+    sum_chunk          a warp has channels of one sub-chunk              one inside: sub-chunks meet
+    find_links         the same
+    normalise          four: a sub-chunk's rows each, by mma             q and k have come
+    put_operands       a thread its own rows, which it overwrites
+    multiply_pairs     a warpgroup 64 rows, by wgmma; of two a half each operands written
+    take_exactly       all; only where a gate without a bound is wild
+    substitute         two: a thread a column                            pairs written
+    put_queries        two more: Aqk to memory                           the same
+    invert             four, by mma                                      blocks written
+    the end            all: A to memory                                  inverse written
+
+    tensor                   exponent                       dtype        where it lives
+    raw, bias                -                              as they came registers
+    local, middle, total     from the sub-chunk's start     fp32         registers
+    anchors                  from the chunk's start         fp32         shared memory and registers
+    rows: q, k 2^(G - m)     from their own anchor          bf16         shared memory, over what came, LATER_FIRST
+    keys[n]: k 2^(m' - G)    to the n-th following anchor   bf16         shared memory
+    both: Aqk above L        none                           fp32         shared memory, BY_SUB_CHUNK
+    inverse                  none                           bf16         shared memory
+    k_neg, qg, kg            from the chunk's start, end    bf16         straight to memory
+Source: Kimi Linear, arXiv:2510.26692, section 3; anchors are derived above.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.reference import activate_beta
+from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.templates.portable import fwd_gate, fwd_intra
+from kda_tl.templates.sm90.exact import PART, take_exactly, take_lone
+from kda_tl.templates.sm90.gates import Chunk, Gate, is_wild, load_gates, reject_chunk
+from kda_tl.templates.sm90.prep import (
+    WARPGROUP,
+    find_links,
+    load_rows,
+    multiply_pairs,
+    normalise,
+    put_operands,
+    put_queries,
+    sum_chunk,
+)
+from kda_tl.templates.sm90.rows import BC, NB
+from kda_tl.templates.sm90.warp import invert, substitute
+
+INPUTS = {
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "g": "tokens HV G : g",
+    "beta": "tokens HV : beta",
+    "A_log": "HV : f32 ? has_A_log",
+    "dt_bias": "HV G : f32 ? has_dt_bias",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "A": "NT HV LOWER HALF : io",
+    "Aqk": "NT HV LOWER HALF : io",
+    "k_neg": "NT HV BT KP : io",
+    "qg": "NT HV BT KP : io",
+    "kg": "NT HV BT KP : io",
+    "decay": "NT HV KP : f32",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    chunk_tokens: torch.Tensor,
+    scale: float,
+    lower_bound: float,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin: the references of gate and intra, then factors, all in the dtype of g."""
+    p, BT = case.problem, case.BT
+    gated = fwd_gate.reference(
+        case, g=g, A_log=A_log, dt_bias=dt_bias, chunk_tokens=chunk_tokens, lower_bound=lower_bound
+    )
+    G = gated["g_cumsum"]
+    intra = fwd_intra.reference(case, q=q, k=k, g_cumsum=G, beta=beta, chunk_tokens=chunk_tokens, scale=scale)
+    q_tile, k_tile = (share_heads(split_chunks(x.to(G.dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
+    if p.l2norm:
+        q_rstd, k_rstd = intra["rstd"].unbind(2)
+        q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
+    steps = split_chunks(activate_beta(beta.to(G.dtype), p.beta), chunk_tokens, BT)
+    A = intra["Akk"] * steps[:, :, None, :]
+    last = G[:, :, -1:]
+    return {
+        "A": pack_lower(A),
+        "Aqk": pack_lower(intra["Aqk"]),
+        "k_neg": -k_tile * torch.exp2(G),
+        "qg": scale * q_tile * torch.exp2(G),
+        "kg": k_tile * torch.exp2(last - G),
+        "decay": torch.exp2(last[:, :, 0]).expand(-1, -1, p.KP).contiguous(),
+    }
+
+
+WIDTHS = (64, 128, 256)  # channels that kernels are written for
+RESERVED = 1024  # bytes of shared memory that CUDA takes of each block
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdPrepConfig(Config):
+    """blocks: that share a multiprocessor's registers and shared memory."""
+
+    blocks: int = axis(3, 1, 2, 3)
+
+    def reject(self, case: Case) -> str | None:
+        """Hopper, one gate a channel, 16-bit operands whose range is that of fp32, and shared memory."""
+        p = case.problem
+        if reason := reject_chunk(case):
+            return reason
+        if p.KP not in WIDTHS:
+            return f"K={p.K} is not {' or '.join(map(str, WIDTHS))} channels, which its tiles are"
+        needed, shared = self.blocks * (self.smem_bytes(case) + RESERVED), case.device.smem_bytes + RESERVED
+        if needed > shared:
+            return f"blocks={self.blocks} with K={p.K} need {needed} bytes of {shared} shared"
+        return None
+
+    def smem_bytes(self, case: Case) -> int:
+        """Operands of the pairs; then the pairs, and what the inverse is made of."""
+        BT, KP = case.BT, case.problem.KP
+        operands = (2 * BT + BC * NB * (NB + 1) // 2) * KP * 2
+        pairs = 2 * BT * (BT + 4) * 4 + BT * 3 * BT * 2 + (0 if case.problem.bounded_gate else BT * PART * 4)
+        return max(operands, pairs) + 4 * BT * 4
+
+
+def build(case: Case, config: FwdPrepConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head)."""
+    p, BT = case.problem, case.BT
+    HV, K, KP, group = p.HV, p.K, p.KP, p.group
+    HALF, LOWER = BT // 2, BT + BT // 2
+    threads = max(KP, WARPGROUP)
+    f32, io = "float32", "bfloat16"
+    gate = Gate(p)
+
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @T.prim_func
+    def fwd_prep(
+        q: annotate(case, INPUTS["q"], tokens=tokens),
+        k: annotate(case, INPUTS["k"], tokens=tokens),
+        g: annotate(case, INPUTS["g"], tokens=tokens),
+        beta: annotate(case, INPUTS["beta"], tokens=tokens),
+        A_log: annotate(case, INPUTS["A_log"]),
+        dt_bias: annotate(case, INPUTS["dt_bias"]),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        A: annotate(case, OUTPUTS["A"], NT=NT),
+        Aqk: annotate(case, OUTPUTS["Aqk"], NT=NT),
+        k_neg: annotate(case, OUTPUTS["k_neg"], NT=NT),
+        qg: annotate(case, OUTPUTS["qg"], NT=NT),
+        kg: annotate(case, OUTPUTS["kg"], NT=NT),
+        decay: annotate(case, OUTPUTS["decay"], NT=NT),
+        scale: T.float32,
+        lower_bound: T.float32,
+    ):
+        with T.Kernel(NT * HV, threads=threads) as i_block:
+            T.annotate_min_blocks_per_sm(config.blocks)
+            # variables: written out in every address, a number of heads that is no power of two costs 660 instructions
+            i_t = T.alloc_var("int32")
+            i_hv = T.alloc_var("int32")
+            i_t = NT - 1 - i_block // HV
+            i_hv = i_block % HV
+            i_h = i_hv // group
+            thread = T.get_thread_binding()
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            at = Chunk(i_t, i_hv, i_h, start, count)
+
+            # everything is asked for at once: gates are summed while q and k are on their way
+            bias = T.alloc_fragment((NB, KP), f32)
+            slope = T.alloc_fragment((1,), f32)
+            unit = T.alloc_fragment((1,), f32)
+            raw = T.alloc_fragment((BC, NB, KP), g.dtype)
+            rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
+            b_factor = T.alloc_shared((BT,), f32)
+            raw_beta = T.alloc_fragment((BT,), beta.dtype)
+            slope[0] = gate.slope(A_log, i_hv)
+            unit[0] = gate.unit(slope[0], lower_bound)
+            for s, j in T.Parallel(NB, KP):
+                bias[s, j] = gate.bias(dt_bias, i_hv, j)
+            for i in T.Parallel(BT):
+                raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
+            load_gates(g, K, start, count, i_hv, raw)
+            load_rows(q, start, count, i_h, rows, 0)
+            load_rows(k, start, count, i_h, rows, BC)
+
+            sums = sum_chunk(gate, raw, at, slope, unit, bias, decay)
+            links = find_links(p, sums)
+            factor = T.alloc_shared((2 * BT,), f32)
+            normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads)
+
+            # a tile for each distance between sub-chunks
+            keys = [T.alloc_shared(((NB - n) * BC, KP), io) for n in range(NB)]
+            put_operands(p, sums, links, rows, factor, keys, at, k_neg, qg, kg, threads)
+            both = T.alloc_shared((2 * BT, BT + 4), f32)
+            multiply_pairs(rows, keys, b_factor, both, threads)
+            if not p.bounded_gate:
+                if is_wild(sums.wild):
+                    tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
+                    take_exactly(gate, tensors, (i_t, i_hv, i_h, start, count), factors, both, (unit[0], slope[0]))
+                    T.sync_threads()
+            inverse = T.alloc_shared((BT, BT), io)
+            block_rows = T.alloc_shared((BT, BC + 8), io)
+            block_columns = T.alloc_shared((BT, BC + 8), io)
+            if thread < BT:
+                substitute(both, b_factor, block_rows, block_columns, inverse, thread)
+            elif threads == WARPGROUP or thread < WARPGROUP:
+                put_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
+            T.sync_threads()
+            invert(both, b_factor, block_rows, block_columns, inverse, threads)
+            T.sync_threads()
+            for i, j in T.Parallel(LOWER, HALF):
+                A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
+            if count == 1:
+                take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk)
+
+    return fwd_prep
+
+
+def default(case: Case) -> FwdPrepConfig:
+    """Three blocks a multiprocessor."""
+    return prefer(case, FwdPrepConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """q, k, g and beta in; two triangles, three tiles and a row out; two products over K, an inverse."""
+    p, BT = case.problem, case.BT
+    width = {"bf16": 2, "fp16": 2, "fp32": 4}
+    chunks, tokens = sizes["NT"] * p.HV, sizes["tokens"]
+    io = width[p.dtype]
+    read = tokens * (2 * p.H * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
+    written = chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
+    return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
+
+
+def passes(case: Case) -> dict[str, bool]:
+    """Barriers are those that are written; so are guards, but where gates are bounded or channels padded.
+
+    TileLang 0.1.15 would set six more barriers: it cannot tell that a thread's part of a tile is its own where rows are
+    counted by a loop, nor what ldmatrix reads. Nor can it tell that a chunk's tokens are among all tokens: it guards
+    every row twice, 200 instructions before a block has asked for its rows. Without these guards ptxas (CUDA 13.0)
+    spills 16 bytes of the kernel for bounded gates. And a guard that differs between channels is no guard without them:
+    what it chooses from is loaded in either case.
+    """
+    p = case.problem
+    unguarded = {} if p.bounded_gate or p.KP > p.K else {"tl.disable_safe_memory_legalize": True}
+    return {"tl.disable_thread_storage_sync": True} | unguarded
+
+
+STAGE = Stage(
+    name="fwd_prep",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    scalars=("scale", "lower_bound"),
+    config=FwdPrepConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    passes=passes,
+    # Roundings of 2^-9 each: pairs see two operands, A the inverse's factors and itself
+    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+)

@@ -1,0 +1,264 @@
+"""Segments for Hopper: what a stretch of chunks makes of any state it starts from, walked from its end.
+
+In X = S^T a chunk is affine: X <- X M + V^T A^T kg with M = diag(decay) + k_neg^T A^T kg. So is a segment,
+S_end^T = S_start^T transition + local, exact for any gate, and no segment waits for an earlier one. Backwards, with
+R = (M_c+1 ... M_n)^T, the transposed transition of what was walked,
+
+    Z^T = (R kg^T) A        local^T <- local^T + Z^T V        R <- R diag(decay) + Z^T k_neg
+
+from R = I and local = 0. Rows of R never meet, so a thread block owns some, and those columns of local. The walk ends
+before the segment's first chunk where no row of R has an element above 2^-64: a state would lose as much on its way, so
+what comes earlier is left out, a NaN too. That depends on the gates: where they are steep, few chunks are walked.
+The segments that end their sequence are not walked, for nothing starts from their end; what is not walked is zero.
+Source: Kimi Linear, arXiv:2510.26692, section 3; the affine form is derived above.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kda_tl.core.stage import Case, Cost, Stage, axis, prefer
+from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, annotate
+from kda_tl.templates.sm90.recurrence import (
+    PRODUCER,
+    ROWS,
+    WARPGROUP,
+    RecurrenceConfig,
+    finish_values,
+    layout_lower,
+    load_lower,
+    load_values,
+    put_constants,
+    walk_reference,
+)
+
+INPUTS = {
+    "v": "tokens HV V : io",
+    "A": "NT HV LOWER HALF : io",
+    "k_neg": "NT HV BT KP : io",
+    "kg": "NT HV BT KP : io",
+    "decay": "NT HV KP : f32",
+    "segments": "NS 4 : i32",
+    "chunk_tokens": "NT 2 : i32",
+}
+OUTPUTS = {
+    "local": "NC HV VP KP : f32",
+    "transition": "NC HV KP KP : f32",
+}
+
+
+def reference(
+    case: Case,
+    *,
+    v: torch.Tensor,
+    A: torch.Tensor,
+    k_neg: torch.Tensor,
+    kg: torch.Tensor,
+    decay: torch.Tensor,
+    segments: torch.Tensor,
+    chunk_tokens: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of decay."""
+    p, rows = case.problem, segments.tolist()
+    factors = {"A": A, "k_neg": k_neg, "kg": kg, "decay": decay}
+    values = split_chunks(v.to(decay.dtype), chunk_tokens, case.BT, width=p.VP)
+    nothing = values.new_zeros((*values.shape[:3], p.KP))
+    zero = decay.new_zeros((p.HV, p.VP, p.KP))
+    unit = torch.eye(p.KP, dtype=decay.dtype, device=decay.device).expand(p.HV, -1, -1).clone()
+    unit[:, p.K :] = 0
+    local, transition = [], []
+    for first, count, _, ends in [row for row in rows if row[3] < 0] or rows[:1]:
+        cut = ends < 0
+        local.append(walk_reference(values, zero, first, count, factors)[0] if cut else zero)
+        transition.append(walk_reference(nothing, unit, first, count, factors)[0] if cut else 0 * unit)
+    return {"local": torch.stack(local), "transition": torch.stack(transition)}
+
+
+# A thread's. With 216 ptxas (CUDA 13.0) waits after each product; what loads spills a few, off the walk's way
+REGISTERS, LOADER_REGISTERS = 224, 56
+VANISHED = 2.0**-64  # no element of a transition is above it: nothing of any state is left
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdSegmentConfig(RecurrenceConfig):
+    """BK: rows of R a block owns, 64 for each warpgroup that multiplies; BV: columns of local a walk sums; num_stages:
+    chunks loaded ahead.
+    """
+
+    BK: int = axis(128, 64, 128)
+    BV: int = axis(128, 64, 128)
+
+    def reject(self, case: Case) -> str | None:
+        """As the recurrence; rows of the transition are shared out too."""
+        reason = super().reject(case)
+        if reason is None and case.problem.KP % self.BK:
+            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
+        return reason
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return WARPGROUP * self.BK // ROWS
+
+    def smem_bytes(self, case: Case) -> int:
+        """The tiles of every stage, what is left of rows in each, two barriers a stage and whether it is the last."""
+        BT, KP = case.BT, case.problem.KP
+        return self.num_stages * (BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + self.BK * 4 + 20)
+
+
+def build(case: Case, config: FwdSegmentConfig) -> Any:
+    """The kernel: one thread block a (segment, value head, BK rows of R, BV columns of local), the last chunk first."""
+    p, BT, BK, BV, stages = case.problem, case.BT, config.BK, config.BV, config.num_stages
+    HV, K, KP = p.HV, p.K, p.KP
+    KB, VB = KP // BK, p.V // BV
+    io, f32 = TL_DTYPE[p.dtype], "float32"
+    consumers = config.consumers
+    rows = T.GemmWarpPolicy.FullRow
+    NT, tokens, NS, NC = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("NS"), T.dynamic("NC")
+
+    @T.prim_func
+    def fwd_segment(
+        v: annotate(case, INPUTS["v"], tokens=tokens),
+        A: annotate(case, INPUTS["A"], NT=NT),
+        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
+        kg: annotate(case, INPUTS["kg"], NT=NT),
+        decay: annotate(case, INPUTS["decay"], NT=NT),
+        segments: annotate(case, INPUTS["segments"], NS=NS),
+        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
+        local: annotate(case, OUTPUTS["local"], NC=NC),
+        transition: annotate(case, OUTPUTS["transition"], NC=NC),
+    ):
+        with T.Kernel(NC * HV * KB * VB, threads=consumers + WARPGROUP) as i_block:
+            i_s = i_block // (HV * KB * VB)
+            i_h = i_block // (KB * VB) % HV
+            k0 = i_block // VB % KB * BK
+            v0 = i_block % VB * BV
+            first = segments[i_s, 0]
+            chunks = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            chunks = 0
+            start = 0
+            end = 0
+            if segments[i_s, 3] < 0:
+                chunks = segments[i_s, 1]
+            if chunks > 0:
+                start = chunk_tokens[first, 0]
+                end = chunk_tokens[first + chunks - 1, 0] + chunk_tokens[first + chunks - 1, 1]
+            v_shared = T.alloc_shared((stages, BT, BV), io)
+            A_shared = T.alloc_shared((stages, BT, BT), io)
+            n_shared = T.alloc_shared((stages, BT, KP), io)
+            k_shared = T.alloc_shared((stages, BT, KP), io)
+            decay_shared = T.alloc_shared((stages, KP), f32)
+            left = T.alloc_shared((stages, BK), f32)  # the largest element of a row of R after the chunk in a slot
+            stop = T.alloc_shared((stages,), "int32")  # whether no chunk comes in a slot
+            ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+            free = T.alloc_barrier(arrive_count=[consumers] * stages)
+            thread = T.get_thread_binding()
+            T.annotate_layout(layout_lower(A_shared))
+            if thread < stages:
+                stop[thread] = 0
+            put_constants([A_shared])
+
+            if thread < consumers:
+                state = T.alloc_fragment((BK, KP), f32)
+                state_io = T.alloc_fragment((BK, KP), io)
+                sums = T.alloc_fragment((BK, BV), f32)
+                value = T.alloc_fragment((BK, BT), f32)
+                value_io = T.alloc_fragment((BK, BT), io)
+                largest = T.alloc_fragment((BK,), f32)
+                T.set_max_nreg(REGISTERS, 1)
+                for i, j in T.Parallel(BK, KP):
+                    state[i, j] = T.if_then_else((k0 + i == j) & (j < K) & (chunks > 0), 1.0, 0.0)
+                T.clear(sums)
+                for c in T.serial(chunks):
+                    slot = c % stages
+                    T.barrier_wait(ready[slot], c // stages % 2)
+                    if stop[slot] == 1:
+                        break
+                    T.copy(state, state_io)
+                    T.wgmma_gemm(state_io, k_shared[slot, :, :], value, transpose_B=True, clear_accum=True, policy=rows)
+                    for i, j in T.Parallel(BK, KP):
+                        state[i, j] = state[i, j] * decay_shared[slot, j]
+                    finish_values(value, value_io)
+                    T.wgmma_gemm(value_io, A_shared[slot, :, :], value, clear_accum=True, policy=rows)
+                    finish_values(value, value_io)
+                    T.wgmma_gemm(value_io, n_shared[slot, :, :], state, policy=rows)
+                    T.wgmma_gemm(value_io, v_shared[slot, :, :], sums, policy=rows)
+                    T.wait_wgmma(1)
+                    T.warpgroup_fence_operand(state, num_regs=KP // 2)
+                    T.reduce_absmax(state, largest, dim=1)
+                    T.copy(largest, left[slot, :])
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(sums, num_regs=BV // 2)
+                    T.barrier_arrive(free[slot])
+                for i, j in T.Parallel(BK, BV):
+                    local[i_s, i_h, v0 + j, k0 + i] = sums[i, j]
+                if v0 == 0:
+                    for i, j in T.Parallel(BK, KP):
+                        transition[i_s, i_h, j, k0 + i] = state[i, j]
+            else:
+                T.set_max_nreg(LOADER_REGISTERS, 0)
+                if thread < consumers + PRODUCER:
+                    walks = T.alloc_var("int32")
+                    for c in T.serial(chunks):
+                        slot = c % stages
+                        i_t = first + chunks - 1 - c
+                        T.barrier_wait(free[slot], (c // stages + 1) % 2)
+                        if c >= stages:
+                            walks = 0
+                            for m in T.unroll(BK // PRODUCER):
+                                if left[slot, m * PRODUCER + thread - consumers] > VANISHED:
+                                    walks = 1
+                            if T.any_sync(walks == 1) == 0:
+                                stop[slot] = 1
+                                T.barrier_arrive(ready[slot])
+                                break
+                        load_lower(A, i_t, i_h, A_shared, slot, ready)
+                        load_values(v, v_shared, ready, slot, start + (chunks - 1 - c) * BT, end, i_h, v0)
+                        T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
+                        T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
+                        T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
+                        T.barrier_arrive(ready[slot])
+
+    return fwd_segment
+
+
+def default(case: Case) -> FwdSegmentConfig:
+    """Two warpgroups that multiply what one loads."""
+    return prefer(case, FwdSegmentConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """v and what prep made of the chunks that are walked in, local and transition out; four products a chunk.
+
+    Segments are about as long as each other, and those that end a sequence are not walked. Where gates are steep, less
+    is walked.
+    """
+    p, BT, NC = case.problem, case.BT, sizes["NC"]
+    io = 4 if p.dtype == "fp32" else 2
+    share = NC / max(sizes["NS"], NC)
+    moved = sizes["tokens"] * p.HV * p.V * io + sizes["NT"] * p.HV * (BT * (BT * 3 // 4 + 2 * p.KP) * io + p.KP * 4)
+    products = sizes["NT"] * p.HV * BT * 2 * p.K * (2 * p.K + BT + p.V)
+    states = NC * p.HV * (p.VP + p.KP) * p.KP * 4
+    return Cost(bytes=int(share * moved) + states, flops=int(share * products))
+
+
+STAGE = Stage(
+    name="fwd_segment",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    config=FwdSegmentConfig,
+    build=build,
+    reference=reference,
+    default=default,
+    cost=cost,
+    # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
+    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
+    weightless={"transition": 0.05},
+)

@@ -1,0 +1,388 @@
+"""The recurrence with output on Hopper: the kernel of fwd_recurrence, and of fwd_resume, whose states are known before.
+
+Thread blocks take (segment, value head, BV channels) in turn, a block a multiprocessor; what a block loads runs ahead
+of what it multiplies, from one triple into the next.
+
+    warps                        registers    produce                          consume
+    4, or twice 4: multiply      232 or 248   o, h, ht; ROWS channels a group  both rings
+    1: loads (3 more are idle)   40           both rings                       tensors in memory
+
+    ring    slots         tiles
+    first   num_stages    v and k_neg (and qg of a state of 256 channels): what is multiplied first
+    rest    rest_stages   A, qg, kg, Aqk, decay
+
+With early=False one barrier a slot tells that all of a chunk has come. A state of 256 channels leaves shared memory for
+one slot of the rest alone; of others the rings share the barriers that tell when a slot is empty.
+
+    tensor        tile                     dtype   where it lives
+    S^T           [ROWS, KP], in parts     fp32    registers
+    S^T rounded   [ROWS, KP] or one part   io      registers, the left operand
+    V'^T          [ROWS, BT]               fp32    registers, and rounded beside it
+    O^T           [ROWS, BT]               fp32    registers, a chunk longer than all others
+    identity      [BT, BT]                 io      shared memory: V^T is what is read transposed, times one
+
+A state of more than 128 channels leaves no registers for its rounded copy: its parts are rounded one after the other,
+each for two products.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import tilelang.language as T
+
+from kda_tl.core.stage import Case, axis
+from kda_tl.templates.common.tile import TL_DTYPE, annotate
+from kda_tl.templates.sm90.recurrence import (
+    FACTORS,
+    OUTPUT_PAD,
+    PRODUCER,
+    ROWS,
+    TABLES,
+    WARPGROUP,
+    Factors,
+    RecurrenceConfig,
+    ask_transposed,
+    find_chunks,
+    finish_values,
+    layout_lower,
+    load_lower,
+    load_parts,
+    load_values,
+    name_tiles,
+    put_constants,
+    put_final,
+    put_output,
+    put_state,
+)
+from kda_tl.templates.sm90.ring import Ring
+
+OUTPUTS = {
+    "o": "tokens HV V : io",
+    "ht": "N HV K V : f32 ? final_state",
+    "h": "NT HV KP VP : io ? intermediate_states",
+}
+WIDEST = 128  # channels of a state whose rounded copy has registers beside it
+PART = 64  # channels of a wider state that are rounded at once
+REGISTERS = 232  # a multiplying thread's: two groups with it and a loader's have what a multiprocessor has
+WIDE_REGISTERS = 248  # of one group: with 232, ptxas (CUDA 13.0) waits after each product of a state of 256 channels
+LOADER_REGISTERS = 40
+BY_ROWS = T.GemmWarpPolicy.FullRow
+
+
+def part_width(KP: int) -> int:
+    """Channels of a state that are rounded at once."""
+    return KP if KP <= WIDEST else PART
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(RecurrenceConfig):
+    """Of a stage with output. early: whether values are multiplied before all of their chunk has come."""
+
+    WIDTHS: ClassVar[tuple[int, ...]] = (64, 128, 256)
+    early: bool = axis(True, True, False)
+
+    def late_stages(self, case: Case) -> int:
+        """Chunks of which all is loaded ahead; of wide ones only what comes first is, for lack of shared memory."""
+        return 1 if self.early and case.problem.KP > WIDEST else self.num_stages
+
+    def smem_bytes(self, case: Case) -> int:
+        """The same without what is not loaded ahead, and a tile for the states between chunks if they are asked for."""
+        BT, KP = case.BT, case.problem.KP
+        late = BT * (2 * BT + KP) * 2 + KP * 4
+        states = part_width(KP) * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2 * case.problem.intermediate_states
+        return super().smem_bytes(case) - (self.num_stages - self.late_stages(case)) * late + states
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is known of a kernel when it is built.
+
+    Attributes:
+        case: what it is built for.
+        config: of the stage.
+        io: element type of the operands.
+        groups: warpgroups that multiply.
+        VB: blocks of BV channels.
+        width: channels of a part of the state.
+        parts: of the state; of one a rounded copy has registers, whole.
+        rest_stages: slots of the ring of the rest.
+    """
+
+    case: Case
+    config: OutputConfig
+    io: str
+    groups: int
+    VB: int
+    width: int
+    parts: int
+    rest_stages: int
+
+    @classmethod
+    def of(cls, case: Case, config: OutputConfig) -> "Sizes":
+        """Those of a case and a config."""
+        p, width = case.problem, part_width(case.problem.KP)
+        groups, VB, parts = config.BV // ROWS, p.V // config.BV, p.KP // width
+        return cls(case, config, TL_DTYPE[p.dtype], groups, VB, width, parts, config.late_stages(case))
+
+    @property
+    def rounds_whole(self) -> bool:
+        """Whether a rounded copy of the whole state has registers."""
+        return self.parts == 1
+
+    @property
+    def shares_empty(self) -> bool:
+        """Whether the slots of both rings are empty at once."""
+        return self.rest_stages == self.config.num_stages
+
+    def find_triple(self, i: Any, group: int) -> tuple[Any, Any, Any]:
+        """Segment, value head and first channel of a warpgroup, of the i-th triple."""
+        VB, HV = self.VB, self.case.problem.HV
+        return i // (HV * VB), i // VB % HV, i % VB * self.config.BV + group * ROWS
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The kernel's, in memory."""
+
+    v: Any
+    factors: Factors
+    states: Any
+    segments: Any
+    chunk_tokens: Any
+    o: Any
+    ht: Any
+    h: Any
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """In shared memory: v, o and h one a warpgroup; k_neg, qg and kg in parts of the state's channels."""
+
+    v: list[Any]
+    factors: Factors
+    identity: Any
+    o: list[Any]
+    h: list[Any]
+
+
+@dataclass(frozen=True)
+class Registers:
+    """What a warpgroup multiplies: the state in parts and, rounded, whole or one part; values; the output."""
+
+    state: list[Any]
+    state_io: Any
+    value: Any
+    value_io: Any
+    output: Any
+
+
+@T.macro
+def issue_values(z, x, tiles, group, slot):
+    """V^T, and where the state is rounded whole S^T k_neg^T, on their way."""
+    ask_transposed(tiles.v[group], tiles.identity, slot, x.value)
+    if z.rounds_whole:
+        T.wgmma_gemm(x.state_io, tiles.factors.k_neg[0][slot, :, :], x.value, transpose_B=True, policy=BY_ROWS)
+
+
+@T.macro
+def multiply_parts(x, k_neg, qg, slot):
+    """Adds S^T k_neg^T to the values and makes S^T qg^T, part by part: what is rounded once is multiplied twice."""
+    for m, part in enumerate(x.state):
+        T.wait_wgmma(0)  # the registers of the part before are free
+        T.copy(part, x.state_io)
+        T.wgmma_gemm(x.state_io, k_neg[m][slot, :, :], x.value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(x.state_io, qg[m][slot, :, :], x.output, transpose_B=True, clear_accum=m == 0, policy=BY_ROWS)
+
+
+@T.macro
+def compute_values(z, x, factors, late):
+    """V'^T, rounded, while the state decays and S^T qg^T is on its way."""
+    T.wgmma_gemm(x.value_io, factors.A[late, :, :], x.value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    if z.rounds_whole:
+        T.wgmma_gemm(
+            x.state_io, factors.qg[0][late, :, :], x.output, transpose_B=True, clear_accum=True, policy=BY_ROWS
+        )
+    for m, part in enumerate(x.state):
+        for i, j in T.Parallel(ROWS, z.width):
+            part[i, j] = part[i, j] * factors.decay[late, m * z.width + j]
+    T.wait_wgmma(1 if z.rounds_whole else 0)
+    T.warpgroup_fence_operand(x.value, num_regs=z.case.BT // 2)
+    T.copy(x.value, x.value_io)
+
+
+@T.macro
+def compute_output(z, x, factors, late):
+    """The state after the chunk, and its output."""
+    for m, part in enumerate(x.state):
+        T.wgmma_gemm(x.value_io, factors.kg[m][late, :, :], part, policy=BY_ROWS)
+    T.wgmma_gemm(x.value_io, factors.Aqk[late, :, :], x.output, transpose_B=True, policy=BY_ROWS)
+    # Products may not stay under way across the loop's end: ptxas (CUDA 13.0) then waits after every single one.
+    T.wait_wgmma(1)
+    for part in x.state:
+        T.warpgroup_fence_operand(part, num_regs=z.width // 2)
+    if z.rounds_whole:
+        T.copy(x.state[0], x.state_io)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(x.output, num_regs=z.case.BT // 2)
+
+
+@T.macro
+def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, rest_ring):
+    """A warpgroup's part: ROWS channels."""
+    p, BT, io, f32 = z.case.problem, z.case.BT, z.io, "float32"
+    state = [T.alloc_fragment((ROWS, z.width), f32) for _ in range(z.parts)]
+    state_io = T.alloc_fragment((ROWS, z.width), io)
+    value = T.alloc_fragment((ROWS, BT), f32)
+    value_io = T.alloc_fragment((ROWS, BT), io)
+    output = T.alloc_fragment((ROWS, BT), f32)
+    step = T.alloc_var("int32")
+    x = Registers(state, state_io, value, value_io, output)
+    segments, chunk_tokens, o, h = tensors.segments, tensors.chunk_tokens, tensors.o, tensors.h
+    T.set_max_nreg(REGISTERS if z.rounds_whole else WIDE_REGISTERS, 1)
+    step = 0
+    for n in T.serial(T.ceildiv(segments.shape[0] * p.HV * z.VB - i_block, blocks)):
+        i = i_block + n * blocks
+        i_s, i_h, v0 = z.find_triple(i, group)
+        _, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
+        for m, part in enumerate(state):
+            load_state(part, tensors.states, i_s, segments, i_h, v0, m * z.width)
+        if z.rounds_whole:
+            T.copy(state[0], state_io)
+        T.clear(output)
+        for c in T.serial(chunks):
+            slot, turn = first_ring.place_to_read(step)
+            late, late_turn = rest_ring.place_to_read(step)
+            first_ring.wait(slot, turn)
+            issue_values(z, x, tiles, group, slot)
+            if p.intermediate_states:
+                put_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
+            put_output(output, tiles.o[group], o, start + (c - 1) * BT, start, end, i_h, v0)
+            if not z.rounds_whole:
+                multiply_parts(x, tiles.factors.k_neg, tiles.factors.qg, slot)
+            finish_values(value, value_io)
+            if not z.shares_empty:
+                first_ring.release(slot)
+            if z.config.early:
+                rest_ring.wait(late, late_turn)
+            compute_values(z, x, tiles.factors, late)
+            compute_output(z, x, tiles.factors, late)
+            rest_ring.release(late)
+            step = step + 1
+        put_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
+        if p.final_state:
+            put_final(p, state, tensors.ht, segments, i_s, i_h, v0)
+
+
+@T.macro
+def load(z, i_block, blocks, tensors, tiles, first_ring, rest_ring):
+    """The part of the warp that loads."""
+    p, BT = z.case.problem, z.case.BT
+    given, held, segments, chunk_tokens = tensors.factors, tiles.factors, tensors.segments, tensors.chunk_tokens
+    step = T.alloc_var("int32")
+    T.set_max_nreg(LOADER_REGISTERS, 0)
+    if T.get_thread_binding() < z.config.consumers + PRODUCER:
+        step = 0
+        for n in T.serial(T.ceildiv(segments.shape[0] * p.HV * z.VB - i_block, blocks)):
+            i = i_block + n * blocks
+            i_s, i_h, _ = z.find_triple(i, 0)
+            first, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
+            for c in T.serial(chunks):
+                slot, turn = first_ring.place_to_fill(step)
+                late, late_turn = rest_ring.place_to_fill(step)
+                i_t = first + c
+                first_ring.acquire(slot, turn)
+                load_parts(given.k_neg, i_t, i_h, held.k_neg, slot, first_ring.full)
+                if not z.rounds_whole:
+                    load_parts(given.qg, i_t, i_h, held.qg, slot, first_ring.full)
+                for group in list(range(z.groups)):
+                    v0 = z.find_triple(i, group)[2]
+                    load_values(tensors.v, tiles.v[group], first_ring.full, slot, start + c * BT, end, i_h, v0)
+                if z.config.early:
+                    first_ring.commit(slot)
+                if not z.shares_empty:
+                    rest_ring.acquire(late, late_turn)
+                load_lower(given.A, i_t, i_h, held.A, late, rest_ring.full)
+                if z.rounds_whole:
+                    load_parts(given.qg, i_t, i_h, held.qg, late, rest_ring.full)
+                load_parts(given.kg, i_t, i_h, held.kg, late, rest_ring.full)
+                load_lower(given.Aqk, i_t, i_h, held.Aqk, late, rest_ring.full)
+                T.tma_copy(given.decay[i_t, i_h, :], held.decay[late, :], barrier=rest_ring.full[late])
+                rest_ring.commit(late)
+                step = step + 1
+
+
+@T.macro
+def recur(z, load_state, i_block, blocks, tensors):
+    """The kernel's body: tiles, rings and roles."""
+    p, config, BT, io = z.case.problem, z.config, z.case.BT, z.io
+    stages, late_stages, parts, groups = config.num_stages, z.rest_stages, z.parts, z.groups
+    q_stages = late_stages if z.rounds_whole else stages
+    v_shared = name_tiles("v", [T.alloc_shared((stages, BT, ROWS), io) for _ in range(groups)])
+    o_shared = name_tiles("o", [T.alloc_shared((BT, ROWS + OUTPUT_PAD), io) for _ in range(groups)])
+    states = groups * p.intermediate_states
+    h_shared = name_tiles("h", [T.alloc_shared((z.width, ROWS + OUTPUT_PAD), io) for _ in range(states)])
+    A_shared = T.alloc_shared((late_stages, BT, BT), io)
+    n_shared = name_tiles("k_neg", [T.alloc_shared((stages, BT, z.width), io) for _ in range(parts)])
+    q_shared = name_tiles("qg", [T.alloc_shared((q_stages, BT, z.width), io) for _ in range(parts)])
+    Aqk_shared = T.alloc_shared((late_stages, BT, BT), io)
+    k_shared = name_tiles("kg", [T.alloc_shared((late_stages, BT, z.width), io) for _ in range(parts)])
+    decay_shared = T.alloc_shared((late_stages, p.KP), "float32")
+    unit = T.alloc_shared((BT, BT), io)
+    ready = T.alloc_barrier(arrive_count=[PRODUCER] * late_stages)
+    early = T.alloc_barrier(arrive_count=[PRODUCER] * stages) if config.early else ready
+    free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
+    late_free = free if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * late_stages)
+    thread = T.get_thread_binding()
+    T.annotate_layout(layout_lower(A_shared, Aqk_shared))
+    triangles = [A_shared, Aqk_shared]
+    put_constants(triangles, [unit])
+    # Names again: a macro's loop gives tiles its variable's, and TileLang 0.1.15 lays them into memory by their names
+    A_shared, Aqk_shared = triangles
+
+    factors = Factors(A=A_shared, Aqk=Aqk_shared, k_neg=n_shared, qg=q_shared, kg=k_shared, decay=decay_shared)
+    tiles = Tiles(v_shared, factors, unit, o_shared, h_shared)
+    first_ring, rest_ring = Ring(early, free), Ring(ready, late_free)
+    if thread < WARPGROUP:
+        multiply(z, load_state, 0, i_block, blocks, tensors, tiles, first_ring, rest_ring)
+    elif groups == 2 and thread < config.consumers:
+        multiply(z, load_state, 1, i_block, blocks, tensors, tiles, first_ring, rest_ring)
+    else:
+        load(z, i_block, blocks, tensors, tiles, first_ring, rest_ring)
+
+
+def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, load_state: Any) -> Any:
+    """The kernel of a stage.
+
+    Args:
+        name: of the stage.
+        case: what it is built for.
+        config: of the stage.
+        start: the spec of the tensor of states.
+        load_state: macro of the fragment to fill, the tensor of states, the segment, its row of ``segments``, the head
+            and the first channels of value and key.
+    """
+    z, HV = Sizes.of(case, config), case.problem.HV
+    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
+
+    @T.prim_func
+    def kernel(
+        v: annotate(case, "tokens HV V : io", tokens=tokens),
+        A: annotate(case, FACTORS["A"], NT=NT),
+        Aqk: annotate(case, FACTORS["Aqk"], NT=NT),
+        k_neg: annotate(case, FACTORS["k_neg"], NT=NT),
+        qg: annotate(case, FACTORS["qg"], NT=NT),
+        kg: annotate(case, FACTORS["kg"], NT=NT),
+        decay: annotate(case, FACTORS["decay"], NT=NT),
+        states: annotate(case, start, N=N, NS=NS),
+        segments: annotate(case, TABLES["segments"], NS=NS),
+        chunk_tokens: annotate(case, TABLES["chunk_tokens"], NT=NT),
+        o: annotate(case, OUTPUTS["o"], tokens=tokens),
+        ht: annotate(case, OUTPUTS["ht"], N=N),
+        h: annotate(case, OUTPUTS["h"], NT=NT),
+    ):
+        blocks = T.min(NS * HV * z.VB, case.device.num_sms)
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
+            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
+            recur(z, load_state, i_block, blocks, Tensors(v, factors, states, segments, chunk_tokens, o, ht, h))
+
+    return kernel.with_attr("global_symbol", name)

@@ -1,0 +1,246 @@
+"""Recurrence on Hopper: what the stages share that walk chunks with the transposed state in registers.
+
+A warp keeps chunks coming through the tensor memory accelerator, one or two warpgroups multiply. Values are
+
+    V'^T = (V^T + S^T k_neg^T) A^T
+
+in the registers of those that multiply, which spares prep a product.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import tilelang.language as T
+import torch
+from tilelang import tvm
+from tilelang.layout import make_half_bank_swizzled_layout
+
+from kda_tl.core.stage import Case, Config, axis
+from kda_tl.templates.common.chunks import unpack_lower
+from kda_tl.templates.common.tile import at_state
+
+WARPGROUP = 128
+ROWS = 64  # of the transposed state that a warpgroup multiplies
+PRODUCER = 32  # threads of the warp that loads
+OUTPUT_PAD = 8  # elements a row of the transposed output: banks of four rows differ
+
+# What prep makes of a chunk and head
+FACTORS = {
+    "A": "NT HV LOWER HALF : io",
+    "Aqk": "NT HV LOWER HALF : io",
+    "k_neg": "NT HV BT KP : io",
+    "qg": "NT HV BT KP : io",
+    "kg": "NT HV BT KP : io",
+    "decay": "NT HV KP : f32",
+}
+# Which chunks are a segment, and which tokens a chunk
+TABLES = {"segments": "NS 4 : i32", "chunk_tokens": "NT 2 : i32"}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What prep made: whole tensors, or their tiles in shared memory."""
+
+    A: Any
+    Aqk: Any
+    k_neg: Any
+    qg: Any
+    kg: Any
+    decay: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceConfig(Config):
+    """BV: rows of the transposed state a block owns, 64 a multiplying warpgroup; num_stages: chunks loaded ahead."""
+
+    WIDTHS: ClassVar[tuple[int, ...]] = (64, 128)  # channels of a key that the stage is written for
+    BV: int = axis(64, 64, 128)
+    num_stages: int = axis(2, 2, 3)
+
+    def reject(self, case: Case) -> str | None:
+        """Hopper, 16-bit operands, dimensions in whole tiles of the matrix unit, and shared memory."""
+        p = case.problem
+        if case.device.sm != 90:
+            return f"its products are instructions of sm_90, the device is {case.device.arch}"
+        if case.BT != 64:
+            return f"it is written for BT=64, not BT={case.BT}"
+        if p.dtype == "fp32":
+            return "fp32 operands are refused: the matrix unit would round them to tf32"
+        if p.KP not in self.WIDTHS:
+            return f"K={p.K} is not {' or '.join(map(str, self.WIDTHS))} channels, which its tiles are"
+        if p.V % self.BV:
+            return f"BV={self.BV} does not divide V={p.V}"
+        smem = self.smem_bytes(case)
+        if smem > case.device.smem_bytes:
+            return f"BV={self.BV}, num_stages={self.num_stages} need {smem} bytes of {case.device.smem_bytes} shared"
+        return None
+
+    @property
+    def consumers(self) -> int:
+        """Threads that multiply."""
+        return WARPGROUP * self.BV // ROWS
+
+    def smem_bytes(self, case: Case) -> int:
+        """The tiles of every stage, the output's, a unit matrix, and three barriers a stage."""
+        BT, KP = case.BT, case.problem.KP
+        stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 24
+        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS + BT) * 2
+
+
+def walk_reference(
+    values: torch.Tensor, state: torch.Tensor, first: int, count: int, factors: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The transposed state [HV, rows, KP] after ``count`` chunks; and their outputs, if the factors are those of one.
+
+    Args:
+        values: [NT, HV, BT, rows], in the dtype of the state.
+        state: before the first chunk.
+        first: the first chunk.
+        count: of chunks.
+        factors: what prep made, by name.
+    """
+    outputs = []
+    for t in range(first, first + count):
+        x = {name: factor[t].to(state.dtype) for name, factor in factors.items()}
+        x |= {name: unpack_lower(x[name]) for name in ("A", "Aqk") if name in x}
+        v_new = x["A"] @ (values[t] + x["k_neg"] @ state.mT)
+        if "qg" in x:
+            outputs.append(x["qg"] @ state.mT + x["Aqk"] @ v_new)
+        state = state * x["decay"][:, None] + v_new.mT @ x["kg"]
+    return state, outputs
+
+
+def read_state(case: Case, h0: torch.Tensor | None, n: int, like: torch.Tensor) -> torch.Tensor:
+    """The transposed state [HV, V, KP] that a sequence starts from, of the dtype and on the device of ``like``."""
+    p = case.problem
+    if h0 is None:
+        return like.new_zeros((p.HV, p.V, p.KP))
+    given = h0[n] if p.state_v_first else h0[n].mT
+    return torch.nn.functional.pad(given.to(like.dtype), (0, p.KP - p.K))
+
+
+@T.macro
+def find_chunks(segments, chunk_tokens, i_s):
+    """A segment's first chunk, their number, its first token and the one past its end."""
+    first = segments[i_s, 0]
+    chunks = segments[i_s, 1]
+    last = T.max(first + chunks - 1, 0)
+    start = chunk_tokens[T.min(first, last), 0]
+    end = chunk_tokens[last, 0] + chunk_tokens[last, 1]
+    return first, chunks, start, end
+
+
+@T.macro
+def load_values(v, v_shared, ready, slot, first, end, i_h, v0):
+    """Values of a chunk to shared memory by one warp, zeros past the sequence's end."""
+    _, BT, BV = v_shared.shape
+    if first + BT <= end:
+        T.tma_copy(v[first : first + BT, i_h, v0 : v0 + BV], v_shared[slot, :, :], barrier=ready[slot])
+    else:  # rows of the next sequence would enter as 0 * v, and may be infinite
+        for i, j in T.Parallel(BT, BV):
+            v_shared[slot, i, j] = T.if_then_else(first + i < end, v[first + i, i_h, v0 + j], 0)
+        T.fence_proxy_async()
+
+
+def name_tiles(name: str, tiles: list[Any]) -> list[Any]:
+    """Gives each of some tiles a name of its own.
+
+    Where names are equal TileLang 0.1.15 lays tiles into shared memory in an order that changes from build to build.
+    """
+    for m, tile in enumerate(tiles):
+        tvm.script.ir_builder.IRBuilder.name(f"{name}_{m}", tile)
+    return tiles
+
+
+def layout_lower(*tiles: Any) -> dict[Any, Any]:
+    """Layouts of tiles ``[stages, BT, BT]`` whose halves are loaded apart: each is 32 columns of 64 bytes a row."""
+    return {tile: make_half_bank_swizzled_layout(tile) for tile in tiles}
+
+
+@T.macro
+def load_lower(x, i_t, i_h, tile, slot, ready):
+    """A lower triangular matrix to shared memory. What lies above its left half's diagonal block is never written."""
+    half = tile.shape[1] // 2
+    T.tma_copy(x[i_t, i_h, : 2 * half, :], tile[slot, :, :half], barrier=ready[slot])
+    T.tma_copy(x[i_t, i_h, 2 * half :, :], tile[slot, half:, half:], barrier=ready[slot])
+
+
+@T.macro
+def load_parts(x, i_t, i_h, tiles, slot, ready):
+    """A chunk's rows to shared memory, some channels a tile."""
+    width = tiles[0].shape[2]
+    for m in list(range(len(tiles))):  # of numbers: a loop over tiles gives all of them its variable's name
+        T.tma_copy(x[i_t, i_h, :, m * width : (m + 1) * width], tiles[m][slot, :, :], barrier=ready[slot])
+
+
+@T.macro
+def put_constants(triangles, units=()):
+    """Zeros where triangles are never loaded, and unit matrices, in shared memory, by all threads."""
+    for tile in triangles:
+        stages, BT, _ = tile.shape
+        for s, i, j in T.Parallel(stages, BT // 2, BT // 2):
+            tile[s, i, BT // 2 + j] = 0
+    for unit in units:
+        for i, j in T.Parallel(*unit.shape):
+            unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+@T.macro
+def ask_transposed(v_shared, unit, slot, value):
+    """V^T of the chunk in a slot, under way: what shared memory holds, read transposed, times one."""
+    rows = T.GemmWarpPolicy.FullRow
+    T.wgmma_gemm(v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows)
+
+
+@T.macro
+def ask_values(v_shared, n_shared, unit, slot, state_io, value):
+    """V^T + S^T k_neg^T of the chunk in a slot, under way."""
+    ask_transposed(v_shared, unit, slot, value)
+    T.wgmma_gemm(state_io, n_shared[slot, :, :], value, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+
+
+@T.macro
+def finish_values(value, value_io):
+    """Waits for all products, and rounds the values."""
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(value, num_regs=value.shape[1] // 2)
+    T.copy(value, value_io)
+
+
+@T.macro
+def put_output(output, o_shared, o, first, start, end, i_h, v0):
+    """Rows of the chunk that begins at token ``first``, if they lie between ``start`` and ``end``.
+
+    It is called a chunk later, while values are multiplied.
+    """
+    BV, BT = output.shape
+    for i, j in T.Parallel(BV, BT):
+        o_shared[j, i] = T.cast(output[i, j], o.dtype)
+    for i, j in T.Parallel(BT, BV):
+        if (first + i >= start) & (first + i < end):
+            o[first + i, i_h, v0 + j] = o_shared[i, j]
+
+
+@T.macro
+def put_state(parts, h_shared, h, i_t, i_h, v0):
+    """The state before a chunk, as it was multiplied, by way of shared memory, which transposes it."""
+    for m, part in enumerate(parts):
+        BV, width = part.shape
+        for i, j in T.Parallel(BV, width):
+            h_shared[j, i] = T.cast(part[i, j], h.dtype)
+        for j, i in T.Parallel(width, BV):
+            h[i_t, i_h, m * width + j, v0 + i] = h_shared[j, i]
+
+
+@T.macro
+def put_final(p, state, ht, segments, i_s, i_h, v0):
+    """The state after a segment that ends its sequence."""
+    ends = segments[i_s, 3]
+    for m, part in enumerate(state):
+        width = part.shape[1]
+        for i, j in T.Parallel(*part.shape):
+            if (ends >= 0) & (m * width + j < p.K):
+                ht[at_state(p, ends, i_h, m * width + j, v0 + i)] = part[i, j]
