@@ -1,6 +1,7 @@
 # make tune    set up, then search kernels for this machine's CPU and call the operator with the plan found
-# make test    set up, then everything that CI checks
-# make test-all  the same with whole grids where make test draws from them: an hour and more
+# make test    set up, then lint, types, verify and unit: all but the rest of the tests, of whose grids it draws
+# make test-shard SHARD=2/4  the second of four shards of the rest, in which nothing is twice; the others are left out
+# make test-all  make test, and all the rest: nothing is left out but GPU tests
 # make help    the rest
 #
 # Needs: make, a C++ compiler, Python 3.10 or later with venv, and a package index that pip can reach.
@@ -26,13 +27,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(MAKE_TERMOUT),,--
 INSTALL := $(PIP) install --no-compile
 # A process a core; the tests of a file share what they compile. Files in the order of tests/conftest.py.
 PYTEST_FLAGS ?= -n logical --dist loadfile --no-loadscope-reorder
+# Of the rest of the tests, see tests/support/parts.py
+SHARD ?= 1/4
 
-.PHONY: help setup tune test test-all lint types verify verify-cpu verify-hopper unit mutants format clean
+.PHONY: help setup tune test test-all test-shard lint types verify verify-cpu verify-hopper unit mutants format clean
 
 help:
 	@echo 'make tune    set up, then tune the CPU target'
-	@echo 'make test    set up, then lint, types, verify and unit'
-	@echo 'make test-all  the same with whole grids where make test draws from them'
+	@echo 'make test    set up, then lint, types, verify and unit; leaves the rest, of whose grids it draws, to test-all'
+	@echo 'make test-shard SHARD=2/4  one of four shards of the rest; leaves the others, and what make test runs'
+	@echo 'make test-all  make test and all the rest; leaves GPU tests to a machine with a GPU'
 	@echo 'make setup   only the set-up, in $(VENV)'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy on an installed copy'
@@ -52,7 +56,12 @@ test: setup
 	@$(MAKE) --no-print-directory unit
 
 test-all:
-	@KDA_TL_TEST_ALL=1 $(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-shard SHARD=1/1
+
+# Tests of a file are not kept together: a grid of one file would leave a core idle
+test-shard: setup
+	@$(BIN)/python -m pytest -m 'not gpu' -n logical --dist worksteal --part=$(SHARD)
 
 setup: $(READY)
 
@@ -95,7 +104,7 @@ verify-hopper: setup
 	@$(BIN)/kda-tl verify --gpu h100 --static
 
 unit: setup
-	@$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -m 'not gpu' --part=test $(PYTEST_FLAGS)
 
 mutants: setup
 	@$(BIN)/python tests/mutants.py

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support import parts
 
 if TYPE_CHECKING:
     from kda_tl.core.device import Device
@@ -36,6 +37,10 @@ with contextlib.suppress(ImportError):  # GPU tests run without it
     settings.load_profile("kda_tl")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parts.add_option(parser)
+
+
 def pytest_configure() -> None:
     # Ignored where tests run in the background, and so by the processes that they start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,11 +48,12 @@ def pytest_configure() -> None:
     os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
 
 
-def pytest_report_header() -> str:
-    return f"seed: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"seed: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}", parts.describe(config.getoption("--part"))]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts.deselect(config, items)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:

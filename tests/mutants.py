@@ -119,7 +119,7 @@ def run_child(folder: Path, tests: Sequence[str]) -> None:
         sys.dont_write_bytecode = True
         import pytest
 
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--part=all", *tests]))
         sys.stdout.flush()
     finally:
         os._exit(code)

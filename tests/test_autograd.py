@@ -136,6 +136,7 @@ def test_batches(seed: int) -> None:
     assert_right(draw_call(SMALL, (70, 70, 70), seed, varlen=False), batch=3)
 
 
+@pytest.mark.rest(draws=3)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
 def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
@@ -150,6 +151,7 @@ def test_chunk_sizes(chunk_size: int, seed: int) -> None:
     assert_right(draw_call(SMALL, (20, 0, 1, 70), seed), chunk_size=chunk_size)
 
 
+@pytest.mark.rest(draws=3)
 @pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed")])
 def test_gates_at_their_limits(kind: str, seed: int) -> None:
     """Finite everywhere, and right where a gradient is not lost among larger ones of its tensor."""

@@ -1,13 +1,11 @@
 """Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
 
-``make test`` draws two stages of one plan a pass; ``make test-all`` (KDA_TL_TEST_ALL=1) takes all stages, for every
-width of K and V as stored.
+``make test`` draws half the stages of two plans; the shards and ``make test-all`` take all stages, for every width
+of K and V as stored.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import random
 
 import pytest
@@ -23,7 +21,6 @@ from kda_tl.runtime.dispatch import default_plan
 HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)
 WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
-ALL = os.environ.get("KDA_TL_TEST_ALL", "0") not in ("", "0")
 
 
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
@@ -44,21 +41,18 @@ def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.R
     assert "dA_log_part" not in generate_source(stage, case, stage.default(case))
 
 
-def draw_widths() -> list[tuple[str, int, int]]:
-    """(pass, width of K, width of V) of the plans that are lowered; all of them are many minutes."""
-    if ALL:
-        return list(itertools.product(("fwd", "bwd"), WIDTHS, WIDTHS))
-    rng = random.Random(os.environ["KDA_TL_TEST_SEED"])
-    return [(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS)) for direction in ("fwd", "bwd")]
-
-
-@pytest.mark.parametrize(("direction", "width_k", "width_v"), draw_widths())
-def test_default_plans_lower(direction: str, width_k: int, width_v: int, rng: random.Random) -> None:
+@pytest.mark.rest(draws=2)
+@pytest.mark.parametrize("half", range(2))
+@pytest.mark.parametrize("width_v", WIDTHS)
+@pytest.mark.parametrize("width_k", WIDTHS)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_default_plans_lower(direction: str, width_k: int, width_v: int, half: int, rng: random.Random) -> None:
+    """Every second stage of a plan; widths of K and V as stored."""
     K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
     gates: Problem = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), direction=direction)
     problem = Problem(**{**vars(gates), "scalar_gate": False, "rank": 1})
     plan = default_plan(problem, HOPPER)
     case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
     pairs = [(stage, config) for name, config in plan.stages if (stage := templates.load(name)).tensors_of(problem)[1]]
-    for stage, config in pairs if ALL else rng.sample(pairs, min(2, len(pairs))):
+    for stage, config in pairs[half::2]:
         assert "__global__" in generate_source(stage, case, config), (problem.key, stage.name)
