@@ -19,7 +19,6 @@ from kda_tl.cli._problem import describe_workload
 from kda_tl.core.stage import Config
 from kda_tl.tune.events import (
     Event,
-    GeometryScreened,
     PartStarted,
     PlanDone,
     PlanResult,
@@ -28,6 +27,7 @@ from kda_tl.tune.events import (
     StageResult,
     StageStarted,
     TrialDone,
+    VariantScreened,
     WorkloadDone,
     WorkloadReport,
     WorkloadStarted,
@@ -88,7 +88,7 @@ class TuneProgress:
             RunStarted: lambda e: self._write(describe_run(e)),
             WorkloadStarted: self._start_workload,
             PartStarted: self._start_part,
-            GeometryScreened: self._screen,
+            VariantScreened: self._screen,
             StageStarted: self._start_stage,
             TrialDone: self._count_trial,
             StageDone: lambda e: self._end_stage(e.result),
@@ -125,7 +125,7 @@ class TuneProgress:
         self.done += 1
         return f"{self.done:>2} of {max(self.of, self.done):<2}"
 
-    def _screen(self, event: GeometryScreened) -> None:
+    def _screen(self, event: VariantScreened) -> None:
         known = "  (from the journal)" if event.resumed else ""
         self._write(f"  default {self._count()}  {_format_plan(event.result)}{known}")
 
@@ -157,9 +157,9 @@ class TuneProgress:
             found = f"{'nothing valid' if trials else 'default kept'}, {result.search.stopped_because}"
         self.done += 1
         number = f"{self.done}/{self.of}" if self.of else ""
-        geometry = f"{result.geometry.BT:>2}/{result.geometry.BC:<2}"
+        variant = f"{result.variant.BT:>2}/{result.variant.BC:<2}"
         many = "trials" if len(trials) != 1 else "trial "
-        self._write(f"  {number:>5} {result.stage:<10} {geometry} {len(trials):>4} {many}  {found}")
+        self._write(f"  {number:>5} {result.stage:<10} {variant} {len(trials):>4} {many}  {found}")
         reasons = {**self.reasons, "rejected": Counter(result.rejected)}
         new = result.stage not in self.explained  # every chunk size and workload rejects much the same
         for status, word in FAILURES.items():
@@ -215,7 +215,7 @@ class TuneProgress:
         if self.stage is None:
             return ""
         number = f"stage {self.done + 1} of {self.of}, " if self.of else ""
-        return f"{number}{self.stage.stage}, {self.stage.geometry.text}"
+        return f"{number}{self.stage.stage}, {self.stage.variant.text}"
 
     def _format_time(self) -> str:
         """Time that the workload took so far, and its limit."""

@@ -24,7 +24,7 @@ from kda_tl.core.layout import make_layout
 from kda_tl.core.stage import Case, Cost, Stage
 from kda_tl.errors import CompileError
 from kda_tl.reference import relative_error
-from kda_tl.runtime.dispatch import prepare
+from kda_tl.runtime.dispatch import load_program
 from kda_tl.runtime.program import Program
 
 OURS = "kda_tl"
@@ -55,7 +55,7 @@ class CallRow:
     host_us: float
     peak_bytes: int | None
     floor_us: float
-    share_of_floor: float
+    roofline_fraction: float
     speed: float
     difference: float
 
@@ -75,7 +75,7 @@ class Result:
 
 def bench_workload(workload: Workload, device: Device, ceilings: Ceilings, settings: Settings) -> Result:
     """Times a workload with the plan that serves it."""
-    choice, program = prepare(workload.problem(), device)
+    choice, program = load_program(workload.problem(), device)
     if program is None:
         raise CompileError(f"{choice.reason}.")
     with torch.no_grad():
@@ -151,7 +151,7 @@ def _time_calls(
             host_us=time_host(call, where, reps=100 if device.kind == "cuda" else 3),
             peak_bytes=_peak_bytes(call, where),
             floor_us=floor,
-            share_of_floor=floor / graph_us.get(name, eager_us[name]),
+            roofline_fraction=floor / graph_us.get(name, eager_us[name]),
             speed=_compare(graph_us if {name, OURS} <= graph_us.keys() else eager_us, name),
             difference=relative_error(outputs[name], outputs[OURS]),
         )
@@ -190,7 +190,7 @@ def _least_cost(workload: Workload, device: Device, program: Program) -> Cost:
     programs, moved = [program], call_bytes(problem)
     if problem.direction == "bwd":
         forward = replace(problem, direction="fwd")
-        programs += [found for found in (prepare(forward, device)[1],) if found]
+        programs += [found for found in (load_program(forward, device)[1],) if found]
         moved += call_bytes(forward)
     flops = 0
     for each in programs:

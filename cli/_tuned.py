@@ -17,7 +17,7 @@ from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error,
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Plan
 from kda_tl.database.store import reload, use
-from kda_tl.runtime.dispatch import choose
+from kda_tl.runtime.dispatch import select_cached
 from kda_tl.tune.events import StageResult, TuneReport, WorkloadReport
 
 # The recurrence walks token by token in float64; autograd keeps two states a token, 17 MB for 64 heads of 128 by 128.
@@ -86,7 +86,7 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     For a backward the forward is called too, and the backward alone is timed.
     """
     where = torch_device(device)
-    choice = choose(workload.problem(), device)
+    choice = select_cached(workload.problem(), device)
     checked = workload.trimmed(CHECKED_TOKENS[workload.direction])
     errors = measure_errors(workload.declaration, checked.inputs(where), choice.plan, workload.direction)
     inputs = workload.inputs(where)
@@ -158,9 +158,9 @@ def _stage_table(stages: list[StageResult]) -> Any:
     table = make_table("stage", "BT/BC", "best", "default", "gain", "config", right=right)
     for stage in stages:
         config = ", ".join(f"{k}={v}" for k, v in stage.winner.as_dict().items()) if stage.winner else "nothing valid"
-        geometry = f"{stage.geometry.BT}/{stage.geometry.BC}"
+        variant = f"{stage.variant.BT}/{stage.variant.BC}"
         times = (format_us(stage.median_us), format_us(stage.default_us), format_ratio(stage.ratio))
-        table.add_row(stage.stage, geometry, *times, config)
+        table.add_row(stage.stage, variant, *times, config)
     return table
 
 
@@ -185,7 +185,7 @@ def _as_dict(found: WorkloadReport, served: Served | None) -> dict[str, Any]:
 def _stage_as_dict(stage: StageResult) -> dict[str, Any]:
     return {
         "stage": stage.stage,
-        "geometry": stage.geometry,
+        "variant": stage.variant,
         "study": stage.study,
         "winner": stage.winner.as_dict() if stage.winner else None,
         "default": stage.default.as_dict(),

@@ -16,7 +16,7 @@ from kda_tl.core.stage import BT_CHOICES
 
 if TYPE_CHECKING:
     from kda_tl.bench.workloads import Workload
-    from kda_tl.runtime.dispatch import Choice
+    from kda_tl.runtime.dispatch import PlanSelection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,24 +54,24 @@ def open_database(directory: str | None) -> Iterator[None]:
         yield
 
 
-def choose_for(problem: Problem, device: Device, chunk_size: int | None = None) -> Choice:
+def choose_for(problem: Problem, device: Device, chunk_size: int | None = None) -> PlanSelection:
     """What a call would run here; for a device that is elsewhere, what it would run with a compiler."""
     from kda_tl.database.store import sources
-    from kda_tl.runtime.dispatch import choose, resolve
+    from kda_tl.runtime.dispatch import select_cached, select_plan
 
     if device in (current_device(), cpu_device()):
-        return choose(problem, device, chunk_size)
-    return resolve(problem, device, sources(), chunk_size=chunk_size)
+        return select_cached(problem, device, chunk_size)
+    return select_plan(problem, device, sources(), chunk_size=chunk_size)
 
 
-def _tables(choices: Mapping[Workload, Choice], device: Device) -> Iterator[Any]:
+def _tables(choices: Mapping[Workload, PlanSelection], device: Device) -> Iterator[Any]:
     """One table a workload, with an empty line between two."""
     for number, (workload, choice) in enumerate(choices.items()):
         yield from [""] if number else []
         yield _table(workload, device, choice)
 
 
-def _table(workload: Workload, device: Device, choice: Choice) -> Any:
+def _table(workload: Workload, device: Device, choice: PlanSelection) -> Any:
     table = make_table("", "")
     table.show_header = False
     table.add_row("workload", workload.name)
@@ -90,7 +90,7 @@ def _table(workload: Workload, device: Device, choice: Choice) -> Any:
     return table
 
 
-def _as_dict(workload: Workload, device: Device, choice: Choice) -> dict[str, Any]:
+def _as_dict(workload: Workload, device: Device, choice: PlanSelection) -> dict[str, Any]:
     return {
         "workload": workload.name,
         "problem": workload.problem(),

@@ -63,7 +63,7 @@ def _turn(problem: Problem, stage: Stage) -> Problem:
 
 
 def _choose(stage: Stage, problem: Problem, device: Device, args: argparse.Namespace) -> tuple[Case, Config]:
-    """The geometry and config of the plan that serves, changed as asked."""
+    """The variant and config of the plan that serves, changed as asked."""
     from kda_tl.runtime.dispatch import default_plan
 
     plan = choose_for(problem, device, args.BT).plan or default_plan(problem, device)

@@ -236,10 +236,10 @@ def _stored_subjects(
 def _served_subjects(database: Database, device: Device, chosen: Sequence[Workload]) -> Iterator[Subject]:
     """What the database serves to workloads that have no plan of their own in it."""
     from kda_tl.database.lookup import EXACT
-    from kda_tl.runtime.dispatch import resolve
+    from kda_tl.runtime.dispatch import select_plan
 
     for workload in chosen:
-        choice = resolve(workload.problem(), device, (database,))
+        choice = select_plan(workload.problem(), device, (database,))
         if choice.plan is not None and choice.step not in (EXACT, "default"):
             name = f"served {workload.name} ({choice.step})"
             yield Subject(name=name, workload=workload, plan=choice.plan, shipped=True)

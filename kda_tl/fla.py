@@ -22,7 +22,7 @@ from kda_tl.ops import load_all
 from kda_tl.ops.call import pose
 from kda_tl.ops.entry import needs_gradients, settle
 from kda_tl.ops.operator import Operator
-from kda_tl.runtime.dispatch import choose
+from kda_tl.runtime.dispatch import select_cached
 
 BACKEND = "kda_tl"
 SWITCH = "KDA_TL_FLA"
@@ -155,7 +155,7 @@ class Service:
         if needs_gradients(operator, a) and problem.intermediate_states:
             return "kda_tl's intermediate states carry no gradient: call it under torch.no_grad()."
         on_gpu = operator.pick_operands(a)[0].is_cuda  # on the CPU FLA has no kernels either
-        if on_gpu and choose(problem, device, chunk_size).plan is None:
+        if on_gpu and select_cached(problem, device, chunk_size).plan is None:
             return f"kda_tl has no kernels for this GPU: {explain_missing(device)} (see `kda-tl doctor`)."
         return None
 

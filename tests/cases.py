@@ -332,7 +332,7 @@ def forget_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without compilers, and as if nothing had been called before."""
     monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
     monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr("kda_tl.ops.call._ready", {})
+    monkeypatch.setattr("kda_tl.ops.call._bound_calls", {})
     monkeypatch.setattr("kda_tl.ops.call._warned", set())
 
 

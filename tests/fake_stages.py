@@ -9,13 +9,13 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import cpu_device
 from kda_tl.core.pipeline import Pipeline
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis
+from kda_tl.core.stage import Case, Config, Cost, Stage, tunable
 from kda_tl.tune.events import OnEvent
-from kda_tl.tune.pool import Crew
+from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.session import Run, load_known
 from kda_tl.tune.stage_search import tune_stage
 
@@ -31,8 +31,8 @@ def reference(case: Case, *, g: torch.Tensor, scale: float) -> dict[str, torch.T
 class FakeConfig(Config):
     """repeat: times the work is done; kind: what goes wrong."""
 
-    repeat: int = axis(8, 1, 8)
-    kind: str = axis("right", "right", "refused", "hangs", "broken", "dies", "segfaults", "unwritten", "wrong")
+    repeat: int = tunable(8, 1, 8)
+    kind: str = tunable("right", "right", "refused", "hangs", "broken", "dies", "segfaults", "unwritten", "wrong")
 
     def reject(self, case: Case) -> str | None:
         if self.kind == "refused":
@@ -88,14 +88,14 @@ STAGE = Stage(
 
 PIPELINE = Pipeline("fake", "fwd", (STAGE,))
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
-BENCH = Bench(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, BC=16)
+BENCH = StageFixture(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, BC=16)
 
 
-def make_run(crew: Crew, journal: Path, emit: OnEvent = lambda event: None, budget: int = 20) -> Run:
+def make_run(pool: WorkerPool, journal: Path, emit: OnEvent = lambda event: None, budget: int = 20) -> Run:
     """A tuning run on the CPU target."""
     known = load_known(journal)
     return Run(
-        crew=crew,
+        pool=pool,
         device=cpu_device(),
         journal=journal,
         budget=budget,
@@ -108,5 +108,5 @@ def make_run(crew: Crew, journal: Path, emit: OnEvent = lambda event: None, budg
 
 def tune_fake(journal: str) -> None:
     """Tunes the fake stage; what the test kills runs this."""
-    with Crew(1, overlap=False) as crew:
-        tune_stage(make_run(crew, Path(journal)), BENCH, STAGE)
+    with WorkerPool(1, overlap=False) as pool:
+        tune_stage(make_run(pool, Path(journal)), BENCH, STAGE)

@@ -9,7 +9,7 @@ from cases import F64, TORCH, Call
 from torch import Tensor
 
 from kda_tl import templates
-from kda_tl.bench.timing import weight_of
+from kda_tl.bench.timing import error_weight
 from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import RESULTS, Pipeline
 from kda_tl.core.stage import Case, Config, Stage
@@ -89,7 +89,7 @@ def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) 
     outputs = launch_poisoned(kernel, given, sizes)
     expected = stage.reference(case, **exact)
     assert outputs.keys() == expected.keys()
-    weight = {name: weight_of(truth, stage.weightless, name) for name, truth in expected.items()}
+    weight = {name: error_weight(truth, stage.rms_floor, name) for name, truth in expected.items()}
     return {name: weight[name] * relative_error(outputs[name], truth) for name, truth in expected.items()}
 
 

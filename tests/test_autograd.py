@@ -342,12 +342,12 @@ def test_without_a_plan_of_those_chunks_they_are_made_again(
     seed: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU whose shared memory holds the backward's tiles of shorter chunks only."""
-    choose = dispatch.choose
+    select_cached = dispatch.select_cached
 
-    def choose_short(problem: Problem, device: Any, chunk_size: int | None = None) -> dispatch.Choice:
+    def choose_short(problem: Problem, device: Any, chunk_size: int | None = None) -> dispatch.PlanSelection:
         if problem.direction == "bwd" and chunk_size == 64:
             raise InputError("no room")
-        return choose(problem, device, 16 if problem.direction == "bwd" else chunk_size)
+        return select_cached(problem, device, 16 if problem.direction == "bwd" else chunk_size)
 
     monkeypatch.setattr("kda_tl.ops.call.choose", choose_short)
     kda_tl.ops.call._choose_chunks.cache_clear()

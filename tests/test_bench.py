@@ -46,7 +46,7 @@ def invent_call(name: str, us: float, graph: bool = True) -> CallRow:
         host_us=60.0,
         peak_bytes=12345678,
         floor_us=us / 7,
-        share_of_floor=1 / 7,
+        roofline_fraction=1 / 7,
         speed=1.0,
         difference=float("inf"),
     )

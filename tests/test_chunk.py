@@ -122,9 +122,9 @@ def forgetful() -> Iterator[None]:
     forget()
 
 
-def find_ready(arguments: dict[str, Any]) -> Any:
+def bind_call(arguments: dict[str, Any]) -> Any:
     """The plan of a call with these arguments, but for the function that it takes its tensors by."""
-    return call_module.find_ready(OPERATOR, OPERATOR.bind(**arguments))
+    return call_module.bind_call(OPERATOR, OPERATOR.bind(**arguments))
 
 
 def assert_right(call: Call, batch: int = 1, **changes: Any) -> None:
@@ -285,7 +285,7 @@ def test_kernels_get_aligned_tensors(
     call = draw_call(replace(SPECIALISED["softplus-bf16"], has_dt_bias=True), (20,), seed, varlen=False)
     for change in (shift, lambda x: x):
         a = {name: change(x) if isinstance(x, Tensor) else x for name, x in operator_arguments(call).items()}
-        ready, call_arguments = find_ready(a), OPERATOR.bind(**a)
+        ready, call_arguments = bind_call(a), OPERATOR.bind(**a)
         seen.clear()
         with pytest.raises(NotImplementedError):
             call_module.run_forward(ready, note, call_arguments)
@@ -492,7 +492,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture
 def planned_only(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are planned, but nothing is compiled for them."""
-    monkeypatch.setattr(call_module, "prepare", lambda problem, *args: (dispatch.choose(problem, *args), None))
+    monkeypatch.setattr(call_module, "prepare", lambda problem, *args: (dispatch.select_cached(problem, *args), None))
     monkeypatch.setattr(call_module, "build_program", lambda *args, **kwargs: None)
 
 
@@ -501,19 +501,19 @@ def test_every_argument_is_part_of_the_signature(name: str, planned_only: None) 
     """Two calls that differ in one argument alone: the second is planned as if the first had not been."""
     first = {**signature_of_all(), **DIFFERENT[name][0]}
     second = {**first, **DIFFERENT[name][1]}
-    before = find_ready(first)
-    found = find_ready(second)
+    before = bind_call(first)
+    found = bind_call(second)
     assert found != before, "they are to differ"
     call_module._ready.clear()
-    assert find_ready(second) == found
+    assert bind_call(second) == found
 
 
 def test_a_refused_flag_is_part_of_the_signature(planned_only: None) -> None:
     """It changes nothing of what is planned, but a call that is refused alone is refused after a good one."""
     good = {**signature_of_all(), "lower_bound": None}
-    assert find_ready(good).choice.plan is not None
+    assert bind_call(good).choice.plan is not None
     with pytest.raises(InputError, match="needs lower_bound"):
-        find_ready(good | {"safe_gate": True})
+        bind_call(good | {"safe_gate": True})
 
 
 def test_packed_and_dense_are_planned_apart(seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:

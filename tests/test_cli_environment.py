@@ -148,7 +148,7 @@ def test_journal_is_tried_before_anything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(tuner, "Crew", None)
+    monkeypatch.setattr(tuner, "WorkerPool", None)
     monkeypatch.setattr(tuner, "require_compiler", lambda device: None)
     argv = f"tune --gpu cpu --workload cpu-safe-K32 --db {tmp_path / 'db'} --journal {tmp_path / 'file' / 'j'}"
     assert main(argv.split()) == 2

@@ -109,6 +109,6 @@ def test_source(run: Run) -> None:
 
 def test_choices_are_not_shared_between_databases(run: Run, own_database: Path, tmp_path: Path) -> None:
     store(tmp_path / "other", CPU, make_entry(SMALL, CPU))
-    assert dispatch.choose(SMALL.problem(), CPU).step == "default"
+    assert dispatch.select_cached(SMALL.problem(), CPU).step == "default"
     _, out, _ = run("explain", "--workload", SMALL.name, "--gpu", "cpu", "--db", tmp_path / "other", "--json")
     assert [choice["step"] for choice in json.loads(out)["workloads"]] == ["exact bucket"]

@@ -18,9 +18,8 @@ from kda_tl.cli._progress import TuneProgress
 from kda_tl.database.records import VsDefault
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.tune.events import (
+    ChunkVariant,
     Event,
-    Geometry,
-    GeometryScreened,
     PartStarted,
     PlanDone,
     PlanResult,
@@ -28,6 +27,7 @@ from kda_tl.tune.events import (
     StageResult,
     StageStarted,
     TrialDone,
+    VariantScreened,
     WorkloadDone,
     WorkloadStarted,
 )
@@ -48,7 +48,7 @@ def make_stage(
     trials = tuple(Evaluation(config=CONFIG, outcome=outcome, resumed=resumed) for outcome in outcomes)
     return StageResult(
         stage=name,
-        geometry=Geometry(pipeline="staged", BT=64, BC=BC),
+        variant=ChunkVariant(pipeline="staged", BT=64, BC=BC),
         study=study,
         winner=CONFIG,
         default=CONFIG,
@@ -66,7 +66,7 @@ def make_stage(
 def iter_stage(result: StageResult) -> Iterator[Event]:
     """The events of a stage."""
     place: dict[str, Any] = {"workload": SMALL, "stage": result.stage}
-    yield StageStarted(**place, geometry=result.geometry, space=18, candidates=6, budget=9, rejected=result.rejected)
+    yield StageStarted(**place, variant=result.variant, space=18, candidates=6, budget=9, rejected=result.rejected)
     for number, trial in enumerate(result.search.trials, start=1):
         yield TrialDone(**place, number=number, of=9, evaluation=trial, best_us=41.2, default_us=55.0)
     yield StageDone(workload=SMALL, result=result)
@@ -80,8 +80,8 @@ def iter_workload(*stages: StageResult, resumed: bool = False, **report: Any) ->
     for count in (2, 1):  # the other BC comes when the best BT is known
         yield PartStarted(workload=SMALL, part="default plans", count=count)
         for BC in (16, 8)[:count]:
-            geometry = Geometry(pipeline="staged", BT=64, BC=BC)
-            yield GeometryScreened(workload=SMALL, geometry=geometry, result=timed, resumed=resumed)
+            variant = ChunkVariant(pipeline="staged", BT=64, BC=BC)
+            yield VariantScreened(workload=SMALL, variant=variant, result=timed, resumed=resumed)
     yield PartStarted(workload=SMALL, part="stages", count=len(stages))
     for stage in stages:
         yield from iter_stage(stage)
@@ -198,7 +198,7 @@ def test_a_terminal_shows_what_is_under_way_and_what_is_left(width: int) -> None
     lasting = take_lines(console)
     assert max(len(line) for lines in [lasting, *frames.values()] for line in lines) <= width
     assert len(lasting) == 12 and lasting[6][:34] == "        1 did not compile: ptxas s" and lasting[6][-1] == "\u2026"
-    assert frames["GeometryScreened"] == ["", "cpu-safe-K32 (1 of 2)  0:00 of 1:15", "timing the default plans, 3 of 3"]
+    assert frames["VariantScreened"] == ["", "cpu-safe-K32 (1 of 2)  0:00 of 1:15", "timing the default plans, 3 of 3"]
     assert frames["PartStarted"][2] == "measuring plans end to end, 1 of 1"
     trial = frames["TrialDone"]
     assert len(trial) == 6 and trial[1] == "cpu-safe-K32 (1 of 2)  0:00 of 1:15"

@@ -26,13 +26,13 @@ from kda_tl.runtime import dispatch
 from kda_tl.runtime.dispatch import (
     DEFAULT_PIPELINES,
     Pin,
-    choose,
     default_plan,
     iter_defaults,
     numerics_class,
     parse_plan,
     pipeline_defaults,
-    resolve,
+    select_cached,
+    select_plan,
 )
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.templates.sm90.fwd_recurrence import FwdRecurrenceConfig
@@ -78,12 +78,15 @@ def test_a_plan_serves_its_own_pass_only(tmp_path: Path) -> None:
         plan = make_plan(BT=32, problem=tuned)
         db.store(tmp_path / tuned.direction, H200, "chunk_kda", tuned.direction, [make_entry(tuned, plan)])
         databases = [Database.load(tmp_path / tuned.direction, "test")]
-        assert (resolve(tuned, H200, databases).step, resolve(tuned, H200, databases).plan) == ("exact bucket", plan)
-        assert resolve(other, H200, databases).plan == default_plan(other, H200)
+        assert (select_plan(tuned, H200, databases).step, select_plan(tuned, H200, databases).plan) == (
+            "exact bucket",
+            plan,
+        )
+        assert select_plan(other, H200, databases).plan == default_plan(other, H200)
     misplaced = db.store(
         tmp_path / "wrong", H200, "chunk_kda", "fwd", [make_entry(passes[1], make_plan(problem=passes[1]))]
     )
-    choice = resolve(PROBLEM, H200, [Database.load(misplaced.parents[1], "test")])
+    choice = select_plan(PROBLEM, H200, [Database.load(misplaced.parents[1], "test")])
     assert choice.step == "default" and "no fwd pipeline 'staged_backward'" in choice.passed_over[0]
 
 
@@ -107,7 +110,7 @@ def test_every_step_in_order(tmp_path: Path) -> None:
     pin = Pin(plan=make_plan(BT=16))
 
     def step(databases: list[Database], **options: Any) -> tuple[str, str, Plan | None]:
-        choice = resolve(PROBLEM, H200, databases, **options)
+        choice = select_plan(PROBLEM, H200, databases, **options)
         assert choice.passed_over == () and choice.stale == ()
         return choice.step, choice.source, choice.plan
 
@@ -126,17 +129,17 @@ def test_earlier_source_wins_within_a_step(tmp_path: Path) -> None:
     one = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32), ratio=1.1), name="one")
     two = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=16), ratio=9.0), name="two")
     for databases in ((one, two), (two, one)):
-        assert resolve(PROBLEM, H200, databases).source == databases[0].name
+        assert select_plan(PROBLEM, H200, databases).source == databases[0].name
 
 
 def test_what_is_too_far_is_not_used(tmp_path: Path) -> None:
     plan = make_plan(BT=32)
     for key in ({"tokens_bucket": 65536}, {"heads_bucket": 4}, {"K": 64}, {"gate": "log"}, {"dtype": "fp16"}):
         database = make_database(tmp_path / str(key), make_entry(PROBLEM, plan, **key))
-        assert resolve(PROBLEM, H200, [database]).step == "default", key
+        assert select_plan(PROBLEM, H200, [database]).step == "default", key
     for device in (H20, L4, CPU):  # 78 SMs of 132; other architectures
         database = make_database(tmp_path / device.slug, make_entry(PROBLEM, plan), device=device)
-        assert resolve(PROBLEM, H200, [database]).step == "default", device.slug
+        assert select_plan(PROBLEM, H200, [database]).step == "default", device.slug
 
 
 def test_a_near_default_is_served_before_a_far_plan() -> None:
@@ -145,18 +148,18 @@ def test_a_near_default_is_served_before_a_far_plan() -> None:
     untuned = replace(H200, slug="nvidia_h200_nvl")
     for heads, tokens, device in ((24, 8192, H200), (32, 4096, H200), (32, 8192, untuned)):
         problem = replace(PROBLEM, H=heads, HV=heads, tokens=tokens, longest=tokens)
-        plan = resolve(problem, device, [packaged]).plan
+        plan = select_plan(problem, device, [packaged]).plan
         assert plan is not None and plan.pipeline == "prep_recurrence", (heads, tokens, device.slug)
 
 
 def test_resolve_is_pure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the environment nor pins nor overlays nor earlier answers matter."""
     database = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32)))
-    first = resolve(PROBLEM, H200, [database]), resolve(PROBLEM, H200, [])
+    first = select_plan(PROBLEM, H200, [database]), select_plan(PROBLEM, H200, [])
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("KDA_TL_STRICT", "1")
     with kda_tl.pin(make_plan(BT=16)), kda_tl.use(database):
-        assert (resolve(PROBLEM, H200, [database]), resolve(PROBLEM, H200, [])) == first
+        assert (select_plan(PROBLEM, H200, [database]), select_plan(PROBLEM, H200, [])) == first
 
 
 # Plans that may not serve
@@ -166,13 +169,13 @@ def test_chunk_size_passes_over_other_chunks(tmp_path: Path) -> None:
     exact = make_entry(PROBLEM, make_plan(BT=64))
     near = make_entry(PROBLEM, make_plan(BT=32), tokens_bucket=4096)
     database = make_database(tmp_path, exact, near)
-    choice = resolve(PROBLEM, H200, [database], chunk_size=32)
+    choice = select_plan(PROBLEM, H200, [database], chunk_size=32)
     assert (choice.step, choice.plan) == ("nearest bucket", make_plan(BT=32))
     assert len(choice.passed_over) == 1 and "exact bucket" in choice.passed_over[0]
     assert choice.passed_over[0].endswith("But chunk_size=32 was asked for.")
-    choice = resolve(PROBLEM, H200, [database], chunk_size=16)
+    choice = select_plan(PROBLEM, H200, [database], chunk_size=16)
     assert (choice.step, choice.plan) == ("default", make_plan(BT=16)) and len(choice.passed_over) == 2
-    assert resolve(PROBLEM, H200, [database], chunk_size=64).passed_over == ()
+    assert select_plan(PROBLEM, H200, [database], chunk_size=64).passed_over == ()
 
 
 def test_a_plan_without_room_for_states_serves_no_call_that_wants_them(tmp_path: Path) -> None:
@@ -184,29 +187,29 @@ def test_a_plan_without_room_for_states_serves_no_call_that_wants_them(tmp_path:
     wanted = replace(problem, intermediate_states=True)
     tight = replace(H200, smem_bytes=recurrence.smem_bytes(Case(problem=problem, device=H200, BT=64, BC=16)))
     database = make_database(tmp_path, make_entry(problem, plan))
-    assert resolve(problem, tight, [database]).plan == plan
-    choice = resolve(wanted, tight, [database])
+    assert select_plan(problem, tight, [database]).plan == plan
+    choice = select_plan(wanted, tight, [database])
     assert choice.plan is not None and choice.plan.pipeline == "prep_recurrence" and choice.plan != plan
     assert "bytes" in choice.passed_over[0]
     with pytest.raises(InputError, match=r"fwd_recurrence: BV=128, num_stages=3 need \d+ bytes"):
-        resolve(wanted, tight, [], pin=Pin(plan=plan))
+        select_plan(wanted, tight, [], pin=Pin(plan=plan))
 
 
 def test_pinned_plan_of_other_chunks_is_refused() -> None:
     """Both are the caller's wish, and intermediate states of other chunks would be a wrong answer."""
     with pytest.raises(InputError, match="BT=64.*chunk_size=32"):
-        resolve(PROBLEM, H200, [], pin=Pin(plan=make_plan(BT=64)), chunk_size=32)
+        select_plan(PROBLEM, H200, [], pin=Pin(plan=make_plan(BT=64)), chunk_size=32)
 
 
 def test_stale_plans(tmp_path: Path) -> None:
     stale = make_entry(PROBLEM, make_plan(BT=32), stale=True)
     fresh = make_entry(PROBLEM, make_plan(BT=16), tokens_bucket=4096)
     database = make_database(tmp_path, stale, fresh)
-    choice = resolve(PROBLEM, H200, [database])
+    choice = select_plan(PROBLEM, H200, [database])
     assert (choice.step, choice.plan) == ("exact bucket", make_plan(BT=32))
     assert set(choice.stale) == {name for name, _ in choice.plan.stages}
     assert "stale: fwd_gate" in str(choice) and "kda-tl tune --stale" in str(choice)
-    strict = resolve(PROBLEM, H200, [database], strict=True)
+    strict = select_plan(PROBLEM, H200, [database], strict=True)
     assert (strict.step, strict.plan, strict.stale) == ("nearest bucket", make_plan(BT=16), ())
     assert "changed since (KDA_TL_STRICT=1)" in strict.passed_over[0]
 
@@ -228,7 +231,7 @@ def edit_plan(entry: Entry, **changes: Any) -> Entry:
 )
 def test_unusable_plans_are_passed_over(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     entry = edit_plan(make_entry(PROBLEM, make_plan()), **changes)
-    choice = resolve(PROBLEM, H200, [make_database(tmp_path, entry)])
+    choice = select_plan(PROBLEM, H200, [make_database(tmp_path, entry)])
     assert choice.step == "default" and len(choice.passed_over) == 1
     assert sentence in choice.passed_over[0] and choice.passed_over[0].endswith(".")
     assert f"passed over: {choice.passed_over[0]}" in str(choice)
@@ -239,7 +242,7 @@ def test_unknown_config_values_are_passed_over(tmp_path: Path, values: dict[str,
     entry = make_entry(PROBLEM, make_plan())
     stages = {name: dict(config) for name, config in entry.plan["stages"].items()}
     stages["fwd_state"] |= values
-    choice = resolve(PROBLEM, H200, [make_database(tmp_path, edit_plan(entry, stages=stages))])
+    choice = select_plan(PROBLEM, H200, [make_database(tmp_path, edit_plan(entry, stages=stages))])
     assert choice.step == "default" and "FwdStateConfig" in choice.passed_over[0]
 
 
@@ -249,7 +252,7 @@ def test_config_that_the_device_rejects_is_passed_over(tmp_path: Path) -> None:
         tmp_path, make_entry(PROBLEM, make_plan(BT=64)), make_entry(PROBLEM, make_plan(BT=16), tokens_bucket=4096)
     )
     small = replace(H200, smem_bytes=60_000)
-    choice = resolve(PROBLEM, small, [database])
+    choice = select_plan(PROBLEM, small, [database])
     assert (choice.step, choice.plan) == ("nearest bucket", make_plan(BT=16))
     assert len(choice.passed_over) == 1 and "shared" in choice.passed_over[0]
 
@@ -257,9 +260,9 @@ def test_config_that_the_device_rejects_is_passed_over(tmp_path: Path) -> None:
 def test_numerics_pin(tmp_path: Path) -> None:
     wide, narrow = make_plan(BT=64), make_plan(BT=16)
     database = make_database(tmp_path, make_entry(PROBLEM, wide), make_entry(PROBLEM, narrow, tokens_bucket=4096))
-    pinned = resolve(PROBLEM, H200, [database], pin=Pin(numerics=numerics_class(narrow)))
+    pinned = select_plan(PROBLEM, H200, [database], pin=Pin(numerics=numerics_class(narrow)))
     assert pinned.plan == narrow
-    assert resolve(PROBLEM, H200, [database], pin=Pin(numerics=numerics_class(wide))).plan == wide
+    assert select_plan(PROBLEM, H200, [database], pin=Pin(numerics=numerics_class(wide))).plan == wide
 
 
 def test_numerics_class_is_the_geometry_and_what_orders_sums() -> None:
@@ -280,11 +283,11 @@ def test_numerics_class_is_the_geometry_and_what_orders_sums() -> None:
 def test_numerics_pin_is_kept_when_nothing_is_tuned() -> None:
     """Of the defaults, the one of the class; a caller who insists on another must not silently get one of these."""
     for plan in (default_plan(PROBLEM, H200), make_plan(), make_plan(BT=16)):
-        assert resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(plan))).plan == plan
+        assert select_plan(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(plan))).plan == plan
     with pytest.raises(InputError, match="numerics"):
-        resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BC=8))))
+        select_plan(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BC=8))))
     with pytest.raises(InputError, match="has no chunks of 32 tokens: pass chunk_size=16"):
-        resolve(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BT=16))), chunk_size=32)
+        select_plan(PROBLEM, H200, [], pin=Pin(numerics=numerics_class(make_plan(BT=16))), chunk_size=32)
 
 
 def test_default_takes_the_first_pipeline_that_can() -> None:
@@ -298,7 +301,7 @@ def test_default_takes_the_first_pipeline_that_can() -> None:
         (PROBLEM, H200, {"chunk_size": 32}),
     ]
     for problem, device, asked in ((PROBLEM, H200, {"chunk_size": 64}), *others):
-        choice = resolve(problem, device, [], **asked)
+        choice = select_plan(problem, device, [], **asked)
         expected = "staged" if (problem, device, asked) in others else "prep_recurrence"
         assert choice.plan is not None and (choice.step, choice.plan.pipeline) == ("default", expected)
 
@@ -307,9 +310,9 @@ def test_pinned_plan_is_checked() -> None:
     plan = make_plan()
     small = replace(H200, smem_bytes=20_000)
     with pytest.raises(InputError, match="shared"):
-        resolve(PROBLEM, small, [], pin=Pin(plan=plan))
+        select_plan(PROBLEM, small, [], pin=Pin(plan=plan))
     with pytest.raises(InputError, match="there is no fwd pipeline"):
-        resolve(PROBLEM, H200, [], pin=Pin(plan=replace(plan, pipeline="none")))
+        select_plan(PROBLEM, H200, [], pin=Pin(plan=replace(plan, pipeline="none")))
     with pytest.raises(InputError, match="there is no bwd pipeline 'staged'"):
         parse_plan(plan.as_dict(), replace(PROBLEM, direction="bwd"), H200)
 
@@ -328,9 +331,9 @@ def test_default_plan_runs_everywhere(slug: str) -> None:
         problem = Problem(H=2, HV=4, K=K, V=V, tokens=100, dtype=dtype)
         if device.kind == "cuda" and device.smem_bytes < 128 << 10 and (dtype, K) == ("fp32", 256):
             with pytest.raises(InputError, match=f"does not fit {slug}: .* shared"):
-                resolve(problem, device, [])
+                select_plan(problem, device, [])
             continue
-        choice = resolve(problem, device, [])
+        choice = select_plan(problem, device, [])
         assert choice.step == "default" and choice.plan is not None
         try:
             parse_plan(choice.plan.as_dict(), problem, device)
@@ -345,7 +348,7 @@ def test_default_plan_runs_everywhere(slug: str) -> None:
 def test_choice_says_what_runs_and_why(tmp_path: Path) -> None:
     plan = make_plan(BT=32)
     database = make_database(tmp_path, make_entry(PROBLEM, plan, ratio=1.37, tokens_bucket=16384), name="mine")
-    text = str(resolve(PROBLEM, H200, [database]))
+    text = str(select_plan(PROBLEM, H200, [database]))
     first, second, *stages = text.splitlines()
     assert first.startswith("nearest bucket: ") and "mine database" in first and "1.37x the default" in first
     assert "tokens 16384 instead of 8192" in first and second == "pipeline staged, BT=32, BC=16"
@@ -355,15 +358,15 @@ def test_choice_says_what_runs_and_why(tmp_path: Path) -> None:
 
 
 def test_default_and_reference_say_what_to_do() -> None:
-    text = str(resolve(PROBLEM, H200, []))
+    text = str(select_plan(PROBLEM, H200, []))
     assert text.startswith("default: nothing tuned for K128-V128-bf16-safe") and "`kda-tl tune`" in text
-    assert "nvcc" in str(resolve(PROBLEM, H200, [], compiler=False))
-    assert "g++" in str(resolve(PROBLEM, CPU, [], compiler=False))
+    assert "nvcc" in str(select_plan(PROBLEM, H200, [], compiler=False))
+    assert "g++" in str(select_plan(PROBLEM, CPU, [], compiler=False))
 
 
 def test_same_architecture_names_both_devices(tmp_path: Path) -> None:
     database = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32)), device=H100)
-    reason = resolve(PROBLEM, H200, [database]).reason
+    reason = select_plan(PROBLEM, H200, [database]).reason
     assert "nvidia_h100_80gb_hbm3" in reason and "nvidia_h200" in reason and "sm_90a" in reason
 
 
@@ -374,16 +377,16 @@ def test_choose_is_cached_and_follows_its_context(tmp_path: Path, forgetful: Non
     problem = replace(PROBLEM, H=3, HV=3, K=48, V=48)  # nothing is shipped for it
     plan = make_plan(BT=32, problem=problem)
     database = make_database(tmp_path, make_entry(problem, plan))
-    default = choose(problem, H200)
-    assert default.step == "default" and choose(problem, H200) is default
+    default = select_cached(problem, H200)
+    assert default.step == "default" and select_cached(problem, H200) is default
     with kda_tl.use(database):
-        tuned = choose(problem, H200)
-        assert tuned.plan == plan and choose(problem, H200) is tuned
-        assert choose(problem, H200, 16).plan.BT == 16
+        tuned = select_cached(problem, H200)
+        assert tuned.plan == plan and select_cached(problem, H200) is tuned
+        assert select_cached(problem, H200, 16).plan.BT == 16
         with kda_tl.pin(make_plan(BT=64, BC=8, problem=problem)):
-            assert choose(problem, H200).step == "pinned"
-        assert choose(problem, H200) is tuned
-    assert choose(problem, H200) is default
+            assert select_cached(problem, H200).step == "pinned"
+        assert select_cached(problem, H200) is tuned
+    assert select_cached(problem, H200) is default
 
 
 def test_pins_nest_and_end_with_an_error() -> None:
@@ -399,25 +402,25 @@ def test_stale_plan_warns_once(tmp_path: Path, forgetful: None) -> None:
     database = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32), stale=True))
     with kda_tl.use(database):
         with pytest.warns(KdaTlWarning, match="is stale: fwd_gate.*kda-tl tune --stale"):
-            assert choose(PROBLEM, H200).plan == make_plan(BT=32)
-        choose(PROBLEM, H200)
+            assert select_cached(PROBLEM, H200).plan == make_plan(BT=32)
+        select_cached(PROBLEM, H200)
 
 
 def test_strict_is_read_from_the_environment(tmp_path: Path, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     database = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32), stale=True))
     monkeypatch.setenv("KDA_TL_STRICT", "1")
     with kda_tl.use(database):
-        assert "KDA_TL_STRICT=1" in choose(PROBLEM, H200).passed_over[0]
+        assert "KDA_TL_STRICT=1" in select_cached(PROBLEM, H200).passed_over[0]
 
 
 def test_cached_choice_costs_microseconds(forgetful: None) -> None:
     """Loose: the figure that counts, 3 us, is measured where calls are fast enough to notice (tests/test_gpu.py)."""
-    choose(PROBLEM, H200)
+    select_cached(PROBLEM, H200)
     samples = []
     for _ in range(50):
         start = time.perf_counter()
         for _ in range(20):
-            choose(PROBLEM, H200)
+            select_cached(PROBLEM, H200)
         samples.append((time.perf_counter() - start) / 20)
     assert statistics.median(samples) < 50e-6
 
@@ -425,5 +428,5 @@ def test_cached_choice_costs_microseconds(forgetful: None) -> None:
 def test_memory_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_CHOICES_LIMIT", 5)
     for tokens in range(1, 30):
-        assert choose(replace(PROBLEM, tokens=tokens, longest=tokens), H200).plan is not None
+        assert select_cached(replace(PROBLEM, tokens=tokens, longest=tokens), H200).plan is not None
         assert len(dispatch._choices) <= 5

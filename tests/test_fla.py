@@ -32,7 +32,7 @@ from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops import load_all
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
-from kda_tl.runtime.dispatch import Choice
+from kda_tl.runtime.dispatch import PlanSelection
 
 SMALL = replace(cases.SMALL, state_v_first=True)
 PACKED = (3, 0, 70, 1)
@@ -463,7 +463,7 @@ def test_what_only_the_lengths_tell_is_our_error(stub: StubRegistry, seed: int) 
 
 
 def no_compiler(patch: pytest.MonkeyPatch) -> None:
-    choice = Choice(plan=None, step="reference", source="reference", reason="no compiler found")
+    choice = PlanSelection(plan=None, step="reference", source="reference", reason="no compiler found")
     patch.setattr(fla, "choose", lambda *args: choice)
 
 

@@ -51,7 +51,7 @@ from kda_tl.ops import load_all
 from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
-from kda_tl.runtime.dispatch import choose
+from kda_tl.runtime.dispatch import select_cached
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]  # the first waits for all kernels
 
@@ -352,12 +352,12 @@ def test_host_time_of_a_warm_call(staged: bool) -> None:
 
 
 def test_host_time_of_a_cached_choice() -> None:
-    choose(WIDE, device())
+    select_cached(WIDE, device())
     samples = []
     for _ in range(25):
         start = time.perf_counter()
         for _ in range(200):
-            choose(WIDE, device())
+            select_cached(WIDE, device())
         samples.append((time.perf_counter() - start) / 200)
     median_us = 1e6 * statistics.median(samples)
     assert median_us < 3, f"{median_us:.2f} us"

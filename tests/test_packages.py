@@ -42,7 +42,7 @@ NEEDED: dict[str, tuple[str, Callable[[Path], object]]] = {
 def test_missing_package_is_a_sentence(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, use = NEEDED[what]
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(tuner, "Crew", None)  # told before any process is started
+    monkeypatch.setattr(tuner, "WorkerPool", None)  # told before any process is started
     monkeypatch.setattr(tuner, "require_compiler", lambda device: None)
     told = rf"{package} cannot be imported .*: run `pip install '{re.escape(REQUIREMENTS[package])}'`\."
     with pytest.raises(PackageError, match=told) as caught:

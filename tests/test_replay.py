@@ -23,7 +23,7 @@ from kda_tl.core.stage import Case, Stage
 from kda_tl.errors import LaunchError
 from kda_tl.runtime.compile import Slot
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
-from kda_tl.runtime.replay import ALIGNMENT, Replay, place, record
+from kda_tl.runtime.replay import ALIGNMENT, Replay, place, trace
 from kda_tl.templates.pipelines import PIPELINES
 
 CPU, WHERE = cpu_device(), torch.device("cpu")
@@ -114,7 +114,7 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
         unwanted = rng.choice(((), ("h",), ("dv", "dg")))
         wanted = [name for name in RESULTS[pipeline.direction] if name not in unwanted]
         views = {"o": (1, sizes["tokens"], problem.HV, problem.V)} if pipeline.direction == "fwd" else {}
-        play = Replay(record(pipeline.flow(case.problem, wanted), kernels, sizes), WHERE, views)
+        play = Replay(trace(pipeline.flow(case.problem, wanted), kernels, sizes), WHERE, views)
         for scale, call in zip((0.5, 2.0), calls, strict=True):
             x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
             x = {**x, **layout.tables, "scale": scale}
@@ -148,9 +148,9 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
         kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in stages}
         x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
         x = {**x, **layout.tables}
-        plain = Replay(record(forward.flow(case.problem, ("o", "ht")), kernels, sizes), WHERE)
+        plain = Replay(trace(forward.flow(case.problem, ("o", "ht")), kernels, sizes), WHERE)
         names = dict.fromkeys((*RESULTS["fwd"], *residuals))
-        keep = Replay(record(forward.flow(case.problem, tuple(names)), kernels, sizes), WHERE)
+        keep = Replay(trace(forward.flow(case.problem, tuple(names)), kernels, sizes), WHERE)
         assert keep.workspace_bytes == 0 < plain.workspace_bytes
         expected, out = plain(x), keep(x)
         assert expected.keys() == {"o", "ht"} and out.keys() == names.keys()
@@ -158,8 +158,8 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
         whole, rest = backward.flow(case.problem), backward.flow(case.problem, given=residuals)
         assert makers == {stage.name for stage in whole.stages} - {stage.name for stage in rest.stages}
         own = {stage.name: kernels[stage.name] for stage in rest.stages}
-        found = Replay(record(rest, own, sizes), WHERE)({**x, **out})
-        for name, truth in Replay(record(whole, kernels, sizes), WHERE)(x).items():
+        found = Replay(trace(rest, own, sizes), WHERE)({**x, **out})
+        for name, truth in Replay(trace(whole, kernels, sizes), WHERE)(x).items():
             assert found[name] is truth is None or torch.equal(found[name], truth), name
 
 
@@ -168,9 +168,7 @@ def test_what_nobody_wants_dies_as_an_intermediate(seed: int) -> None:
     call = draw_call(draw_problem(random.Random(seed), K=64, V=64), (200,), seed)
     sizes, pipeline, case = make_layout(call.bounds, 64, WHERE).sizes, PIPELINES["staged"], call.case(CPU, 64, 16)
     kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
-    plays = [
-        Replay(record(pipeline.flow(case.problem, names), kernels, sizes), WHERE) for names in (("o",), ("o", "h"))
-    ]
+    plays = [Replay(trace(pipeline.flow(case.problem, names), kernels, sizes), WHERE) for names in (("o",), ("o", "h"))]
     assert plays[0].workspace_bytes > plays[1].workspace_bytes > 0
 
 
@@ -247,7 +245,7 @@ def test_a_refused_launch_says_why(seed: int) -> None:
     sizes = layout.sizes
     kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
     kernels["fwd_wy"].function = HostFunction(refuse)
-    play = Replay(record(pipeline.flow(call.problem), kernels, sizes), WHERE)
+    play = Replay(trace(pipeline.flow(call.problem), kernels, sizes), WHERE)
     x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
     with pytest.raises(LaunchError, match="fwd_wy was not launched: no room for 12 tensors"):
         play({**x, **layout.tables})
@@ -277,7 +275,7 @@ def test_threads_take_turns() -> None:
 
     stage = replace(PIPELINES["staged"].stages[0], name="copy", scalars=())
     kernels: dict[str, Any] = {"copy": Copy(stage)}
-    play = Replay(record(Flow((stage,), ((),), ("y",)), kernels, {}), WHERE)
+    play = Replay(trace(Flow((stage,), ((),), ("y",)), kernels, {}), WHERE)
     results: dict[float, torch.Tensor] = {}
 
     def work(value: float) -> None:

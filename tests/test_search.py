@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kda_tl.core.stage import Config, axis
+from kda_tl.core.stage import Config, tunable
 from kda_tl.errors import InputError
 from kda_tl.tune.isolate import IsolatedWorker, WorkerCrash, WorkerError
 from kda_tl.tune.journal import STATUSES, Journal, Outcome
@@ -23,12 +23,12 @@ from kda_tl.tune.search import Evaluation, SearchResult, pick_winner, search, so
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig(Config):
-    BK: int = axis(64, 32, 64, 128)
-    BV: int = axis(64, 16, 32, 64, 128)
-    threads: int = axis(128, 64, 128, 256)
-    num_stages: int = axis(2, 1, 2, 3, 4)
-    swizzle: bool = axis(False, False, True)
-    order: str = axis("rows", "rows", "cols")
+    BK: int = tunable(64, 32, 64, 128)
+    BV: int = tunable(64, 16, 32, 64, 128)
+    threads: int = tunable(128, 64, 128, 256)
+    num_stages: int = tunable(2, 1, 2, 3, 4)
+    swizzle: bool = tunable(False, False, True)
+    order: str = tunable("rows", "rows", "cols")
 
     @property
     def smem_bytes(self) -> int:
@@ -41,8 +41,8 @@ DEFAULT = KernelConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class SmallConfig(Config):
-    BV: int = axis(64, 16, 32, 64, 128)
-    threads: int = axis(128, 64, 128, 256)
+    BV: int = tunable(64, 16, 32, 64, 128)
+    threads: int = tunable(128, 64, 128, 256)
 
 
 SMALL = list(SmallConfig.space())

@@ -16,7 +16,7 @@ import pytest
 from kda_tl import templates
 from kda_tl.core.device import Device
 from kda_tl.core.problem import DTYPES, Problem
-from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan, Stage, TensorSpec, axis, static_sizes
+from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Plan, Stage, TensorSpec, static_sizes, tunable
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
 from kda_tl.templates.pipelines import PIPELINES
@@ -46,9 +46,9 @@ def grid(device: Device) -> Iterator[Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class Toy(Config):
-    BK: int = axis(64, 32, 64)
-    merge: str = axis("io", "io", "tf32", "fp32")
-    fast: bool = axis(True, True, False)
+    BK: int = tunable(64, 32, 64)
+    merge: str = tunable("io", "io", "tf32", "fp32")
+    fast: bool = tunable(True, True, False)
 
 
 def test_space_is_the_product_of_the_axes() -> None:
@@ -62,7 +62,7 @@ def test_space_is_the_product_of_the_axes() -> None:
 
 def test_default_must_be_a_choice() -> None:
     with pytest.raises(ValueError, match="default 16 is not among the choices"):
-        axis(16, 32, 64)
+        tunable(16, 32, 64)
 
 
 def test_neighbours_differ_in_one_field() -> None:
@@ -179,7 +179,7 @@ def test_default_is_never_rejected(stage: Stage, device: Device) -> None:
 @stages
 @devices
 def test_rejections_are_sentences(stage: Stage, device: Device) -> None:
-    """Every verdict is None or one sentence that names a value; parse_plan and compile_stage put the full stop."""
+    """Every comparison is None or one sentence that names a value; parse_plan and compile_stage put the full stop."""
     for BT, BC, K, V, dtype in itertools.product(BT_CHOICES, BC_CHOICES, (60, 128, 256), (100, 256), DTYPES):
         case = make_case(device, BT, BC, K=K, V=V, dtype=dtype)
         reasons = [config.reject(case) for config in stage.config.space()]

@@ -22,7 +22,7 @@ import torch
 
 import kda_tl
 from kda_tl import templates
-from kda_tl.bench.fixtures import Bench, check_plan, make_pass, operator_tensors
+from kda_tl.bench.fixtures import StageFixture, check_plan, make_pass, operator_tensors
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import cpu_device, cuda_device
 from kda_tl.core.stage import Case, Plan
@@ -32,13 +32,12 @@ from kda_tl.database.records import Key
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.reference import recurrent_kda, relative_error
 from kda_tl.runtime.compile import Kernel, hash_kernel
-from kda_tl.runtime.dispatch import choose, default_plan, pin
+from kda_tl.runtime.dispatch import default_plan, pin, select_cached
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import plan_search, requests, screening, stage_search, tuner
 from kda_tl.tune.events import (
-    Geometry,
-    GeometryScreened,
+    ChunkVariant,
     PartStarted,
     PlanDone,
     PlanResult,
@@ -48,13 +47,14 @@ from kda_tl.tune.events import (
     StageStarted,
     TrialDone,
     TuneReport,
+    VariantScreened,
     WorkloadDone,
     WorkloadStarted,
 )
-from kda_tl.tune.final import Verdict, decide, hold_contest
+from kda_tl.tune.final import Comparison, decide, hold_final
 from kda_tl.tune.isolate import WorkerTimeout
 from kda_tl.tune.journal import Journal, Trial
-from kda_tl.tune.pool import Crew, OutOfTime
+from kda_tl.tune.pool import DeadlineExceeded, WorkerPool
 from kda_tl.tune.requests import HashJob, Rounds
 from kda_tl.tune.session import Run, load_known
 
@@ -64,21 +64,21 @@ HERE = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew(2, overlap=False) as shared:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2, overlap=False) as shared:
         yield shared
 
 
 @pytest.fixture
-def run(crew: Crew, tmp_path: Path) -> Run:
-    return fake_stages.make_run(crew, tmp_path / "trials.jsonl")
+def run(pool: WorkerPool, tmp_path: Path) -> Run:
+    return fake_stages.make_run(pool, tmp_path / "trials.jsonl")
 
 
 BACKWARD = replace(WORKLOAD, name="tiny-backward", gate="softplus", direction="bwd")
 
 
-def bench(workload: Workload = WORKLOAD, BT: int = 16, BC: int = 16) -> Bench:
-    return Bench(pipeline=PIPELINES["staged"], workload=workload, device=CPU, BT=BT, BC=BC)
+def fixture(workload: Workload = WORKLOAD, BT: int = 16, BC: int = 16) -> StageFixture:
+    return StageFixture(pipeline=PIPELINES["staged"], workload=workload, device=CPU, BT=BT, BC=BC)
 
 
 def searched(journal: Path) -> list[Trial]:
@@ -97,7 +97,7 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def stopped(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+def stopped(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """kill -9 after the first measurement, then the same search to its end."""
     journal = tmp_path_factory.mktemp("stopped") / "trials.jsonl"
     code = f"from fake_stages import tune_fake; tune_fake({str(journal)!r})"
@@ -112,7 +112,7 @@ def stopped(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     before = searched(journal)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(stage_search._TRIAL_TIMEOUT_S, "cpu", 5.0)
-        result = stage_search.tune_stage(fake_stages.make_run(crew, journal), fake_stages.BENCH, fake_stages.STAGE)
+        result = stage_search.tune_stage(fake_stages.make_run(pool, journal), fake_stages.BENCH, fake_stages.STAGE)
     return Stopped(journal, before, searched(journal), result)
 
 
@@ -153,10 +153,10 @@ def test_the_faster_config_wins_and_tells_by_how_much(stopped: Stopped) -> None:
 
 
 def test_a_finished_stage_is_answered_from_the_journal(
-    stopped: Stopped, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    stopped: Stopped, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Crew, "measure", lambda *_: pytest.fail("something was measured again"))
-    again = stage_search.tune_stage(fake_stages.make_run(crew, stopped.journal), fake_stages.BENCH, fake_stages.STAGE)
+    monkeypatch.setattr(WorkerPool, "measure", lambda *_: pytest.fail("something was measured again"))
+    again = stage_search.tune_stage(fake_stages.make_run(pool, stopped.journal), fake_stages.BENCH, fake_stages.STAGE)
     assert again.search.resumed == len(stopped.after) == len(searched(stopped.journal))
     assert (again.winner, again.ci95) == (stopped.result.winner, stopped.result.ci95)
 
@@ -168,7 +168,7 @@ def test_a_search_without_time_leaves_the_stage_untuned(run: Run) -> None:
     assert not run.journal.exists()
 
 
-def test_ctrl_c_leaves_the_finished_trials(crew: Crew, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_finished_trials(pool: WorkerPool, tmp_path: Path) -> None:
     journal = tmp_path / "trials.jsonl"
 
     def press(event: Any) -> None:
@@ -176,7 +176,7 @@ def test_ctrl_c_leaves_the_finished_trials(crew: Crew, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stage_search.tune_stage(fake_stages.make_run(crew, journal, press), fake_stages.BENCH, fake_stages.STAGE)
+        stage_search.tune_stage(fake_stages.make_run(pool, journal, press), fake_stages.BENCH, fake_stages.STAGE)
     assert [t.status for t in searched(journal)] == ["ok"]
 
 
@@ -193,13 +193,13 @@ def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., note
 
 def test_on_a_gpu_the_pool_works_while_something_is_measured(light: Any, tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
-    with pytest.raises(KeyboardInterrupt), Crew(1, overlap=True) as crew:
-        crew.enqueue([light("f")], urgent=False)
-        crew.enqueue(map(light, "abc"))
-        crew.hurry(map(light, "cb"))
-        assert crew.measure(light("m", 2.0)) == "M"
+    with pytest.raises(KeyboardInterrupt), WorkerPool(1, overlap=True) as pool:
+        pool.enqueue([light("f")], urgent=False)
+        pool.enqueue(map(light, "abc"))
+        pool.prioritize(map(light, "cb"))
+        assert pool.measure(light("m", 2.0)) == "M"
         assert (tmp_path / "notes").read_text() == "fcbam"  # the first one had begun at once
-        assert crew.result(light("a")) == "A" and (tmp_path / "notes").read_text() == "fcbam"
+        assert pool.result(light("a")) == "A" and (tmp_path / "notes").read_text() == "fcbam"
         assert {child.pid for child in psutil.Process().children()} > before
         raise KeyboardInterrupt
     assert {child.pid for child in psutil.Process().children()} == before
@@ -207,65 +207,65 @@ def test_on_a_gpu_the_pool_works_while_something_is_measured(light: Any, tmp_pat
 
 def test_on_the_cpu_the_pool_rests_while_something_is_measured(light: Any, tmp_path: Path) -> None:
     a, m = light("a", 0.2), light("m", 0.2)
-    with Crew(2, overlap=False) as crew:
-        crew.enqueue([a])
-        crew.measure(m)
+    with WorkerPool(2, overlap=False) as pool:
+        pool.enqueue([a])
+        pool.measure(m)
         assert (tmp_path / "notes").read_text() == "m"
-        assert crew.result(a) == "A"
-        with pytest.raises(OutOfTime):
-            crew.result(light("late", 5.0), deadline=time.monotonic() + 0.1)
+        assert pool.result(a) == "A"
+        with pytest.raises(DeadlineExceeded):
+            pool.result(light("late", 5.0), deadline=time.monotonic() + 0.1)
 
 
 def test_what_is_dropped_is_not_done_unless_it_is_asked_for_again(light: Any, tmp_path: Path) -> None:
-    with Crew(1, overlap=True) as crew:
-        crew.enqueue([light("a", 0.5)])  # begun at once
-        crew.enqueue(map(light, "bc"))
-        crew.enqueue(map(light, "de"), urgent=False)
-        crew.drop(later=False)
-        assert crew.result(light("e")) == "E"  # what is not urgent was not dropped
-        crew.enqueue([light("f", 0.5)])
-        crew.enqueue([light("g")], urgent=False)
-        crew.enqueue([light("g")])  # now it is, and precedes d
-        assert crew.measure(light("m", 1.0)) == "M"
-        crew.enqueue([light("h", 0.5)])
-        crew.enqueue([light("i")], urgent=False)
-        crew.drop(later=True)
-        crew.enqueue([light("c")])
-        assert crew.measure(light("n", 1.0)) == "N"
+    with WorkerPool(1, overlap=True) as pool:
+        pool.enqueue([light("a", 0.5)])  # begun at once
+        pool.enqueue(map(light, "bc"))
+        pool.enqueue(map(light, "de"), urgent=False)
+        pool.drop(later=False)
+        assert pool.result(light("e")) == "E"  # what is not urgent was not dropped
+        pool.enqueue([light("f", 0.5)])
+        pool.enqueue([light("g")], urgent=False)
+        pool.enqueue([light("g")])  # now it is, and precedes d
+        assert pool.measure(light("m", 1.0)) == "M"
+        pool.enqueue([light("h", 0.5)])
+        pool.enqueue([light("i")], urgent=False)
+        pool.drop(later=True)
+        pool.enqueue([light("c")])
+        assert pool.measure(light("n", 1.0)) == "N"
     assert (tmp_path / "notes").read_text() == "aefgdmhcn"
 
 
 def test_what_would_end_too_late_waits_behind_what_is_not_urgent(light: Any, tmp_path: Path) -> None:
-    with Crew(1, overlap=True) as crew:
-        crew.enqueue([light("a", 0.3)])
-        crew.enqueue(map(light, "bc"))
-        crew.enqueue(map(light, "de"), urgent=False)
-        crew.useful_until = time.monotonic()
-        assert crew.result(light("c")) == "C"  # what is waited for comes first all the same
-        assert crew.measure(light("m", 1.0)) == "M"
+    with WorkerPool(1, overlap=True) as pool:
+        pool.enqueue([light("a", 0.3)])
+        pool.enqueue(map(light, "bc"))
+        pool.enqueue(map(light, "de"), urgent=False)
+        pool.useful_until = time.monotonic()
+        assert pool.result(light("c")) == "C"  # what is waited for comes first all the same
+        assert pool.measure(light("m", 1.0)) == "M"
     assert (tmp_path / "notes").read_text() == "acdebm"
 
 
 def test_a_first_call_that_hangs_is_ended_in_both_kinds_of_workers(light: Any, tmp_path: Path) -> None:
-    with Crew(1, overlap=True) as crew:
-        crew.warm_up(light("w", timeout_s=60.0))
+    with WorkerPool(1, overlap=True) as pool:
+        pool.warm_up(light("w", timeout_s=60.0))
         with pytest.raises(WorkerTimeout, match=r"the call took longer than 0\.3 s"):
-            crew.measure(light("m", 20.0, timeout_s=0.3))
-        assert isinstance(crew.result(light("a", 20.0, timeout_s=0.3)), WorkerTimeout)
-        assert crew.measure(light("n")) == "N" and crew.result(light("b")) == "B"
+            pool.measure(light("m", 20.0, timeout_s=0.3))
+        assert isinstance(pool.result(light("a", 20.0, timeout_s=0.3)), WorkerTimeout)
+        assert pool.measure(light("n")) == "N" and pool.result(light("b")) == "B"
     assert (tmp_path / "notes").read_text() == "wnb"
 
 
 def test_a_measuring_process_that_cannot_warm_up_is_replaced(light: Any, tmp_path: Path) -> None:
-    with Crew(1, overlap=True) as crew:
-        crew.warm_up(light("w", 20.0, timeout_s=0.3))
-        assert crew.measure(light("m")) == "M"
+    with WorkerPool(1, overlap=True) as pool:
+        pool.warm_up(light("w", 20.0, timeout_s=0.3))
+        assert pool.measure(light("m")) == "M"
     assert (tmp_path / "notes").read_text() == "m"
 
 
 def test_equal_kernels_are_one_study(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def study(stage: str, workload: Workload = WORKLOAD, BC: int = 16) -> str:
-        on, loaded = bench(workload, BT=16, BC=BC), templates.load(stage)
+        on, loaded = fixture(workload, BT=16, BC=BC), templates.load(stage)
         return stage_search.name_study(run, on, loaded, list(loaded.candidates(on.case)))
 
     softplus, slow = replace(WORKLOAD, gate="softplus"), replace(WORKLOAD, decay="slow")
@@ -281,11 +281,11 @@ def test_equal_kernels_are_one_study(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert study("fwd_state") != before
 
 
-def test_one_stage_alone_stores_no_plan(crew: Crew, tmp_path: Path) -> None:
-    run = fake_stages.make_run(crew, tmp_path / "trials.jsonl", budget=1)
+def test_one_stage_alone_stores_no_plan(pool: WorkerPool, tmp_path: Path) -> None:
+    run = fake_stages.make_run(pool, tmp_path / "trials.jsonl", budget=1)
     report = tuner.tune_workload(run, WORKLOAD, tmp_path / "db", stage="fwd_gate")
     assert (report.entry, report.failure) == (None, "")
-    assert [(s.stage, s.geometry.BT) for s in report.stages] == [("fwd_gate", 64)]
+    assert [(s.stage, s.variant.BT) for s in report.stages] == [("fwd_gate", 64)]
     assert [t.status for t in searched(run.journal)] == ["ok"] and not (tmp_path / "db").exists()
 
 
@@ -301,7 +301,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(folder: Path, events: list[Any]) -> TuneReport:
-    """A whole run on the two geometries of BT=16."""
+    """A whole run on the two variants of BT=16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(screening, "BT_CHOICES", (16,))
         return tuner.tune([WORKLOAD], CPU, db_dir=folder, jobs=2, on_event=events.append)
@@ -344,10 +344,10 @@ def test_the_operator_runs_the_stored_plan(tuned: TuneReport, folder: Path) -> N
 def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> None:
     assert isinstance(events[0], RunStarted) and isinstance(events[1], WorkloadStarted)
     assert isinstance(events[-1], WorkloadDone)
-    started = [(e.stage, e.geometry) for e in events if isinstance(e, StageStarted)]
-    assert started == [(e.result.stage, e.result.geometry) for e in events if isinstance(e, StageDone)]
+    started = [(e.stage, e.variant) for e in events if isinstance(e, StageStarted)]
+    assert started == [(e.result.stage, e.result.variant) for e in events if isinstance(e, StageDone)]
     assert {name for name, _ in started} == {stage.name for stage in PIPELINES["staged"].stages}
-    for part, kind in (("default plans", GeometryScreened), ("stages", StageStarted), ("plans", PlanDone)):
+    for part, kind in (("default plans", VariantScreened), ("stages", StageStarted), ("plans", PlanDone)):
         announced = [e.count for e in events if isinstance(e, PartStarted) and e.part == part]
         assert sum(announced) == sum(isinstance(e, kind) for e in events) > 0
     trials = [e for e in events if isinstance(e, TrialDone)]
@@ -362,12 +362,12 @@ def test_the_same_command_measures_nothing_again(
 ) -> None:
     monkeypatch.setattr(screening, "BT_CHOICES", (16,))
 
-    def measure(crew: Crew, request: Any) -> Any:
+    def measure(pool: WorkerPool, request: Any) -> Any:
         if isinstance(request, HashJob):  # kernels are hashed, not timed
             return request.run()
         return pytest.fail(f"something was measured again: {request}")
 
-    monkeypatch.setattr(Crew, "measure", measure)
+    monkeypatch.setattr(WorkerPool, "measure", measure)
     (journal,) = tuned.journals
     lines = journal.read_bytes()
     (again,) = tuner.tune([WORKLOAD], CPU, db_dir=folder, jobs=1).workloads
@@ -379,8 +379,8 @@ def test_the_same_command_measures_nothing_again(
 
 def test_plans_are_run_on_what_the_operator_would_pass(tuned: TuneReport) -> None:
     plan = plan_search.plan_of(
-        Geometry(pipeline="staged", BT=16, BC=16),
-        {s.name: s.default(bench().case) for s in PIPELINES["staged"].stages},
+        ChunkVariant(pipeline="staged", BT=16, BC=16),
+        {s.name: s.default(fixture().case) for s in PIPELINES["staged"].stages},
     )
     tensors, sizes = operator_tensors(WORKLOAD, 16, HERE, seed=3)
     o = Program.build(plan, WORKLOAD.problem(), CPU).run(tensors, sizes, HERE)["o"]
@@ -485,12 +485,12 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
         us = 50.0 if plan.kept else 100.0
         return PlanResult(plan=plan, status="ok", median_us=us, check=check, extra={"timed": "launch", **about}), False
 
-    def hold(run: Run, study: str, entrants: dict[Plan, Any], request: Any, **ranks: Any) -> Verdict[Plan]:
-        held.extend(entrants)
-        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in entrants}, 5, **ranks)
+    def hold(run: Run, study: str, candidates: dict[Plan, Any], request: Any, **ranks: Any) -> Comparison[Plan]:
+        held.extend(candidates)
+        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in candidates}, 5, **ranks)
 
     monkeypatch.setattr(plan_search, "run_plan", measure)
-    monkeypatch.setattr(plan_search, "hold_contest", hold)
+    monkeypatch.setattr(plan_search, "hold_final", hold)
     final = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
     assert {plan.kept for plan in held} == ({True, False} if objective == "time" else {False})
     assert final.entry is not None and final.entry.plan.get("kept", False) == (objective == "time")
@@ -517,7 +517,9 @@ def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.M
     entry = report.workloads[0].entry
     assert entry is not None and 0 < entry.check.max_rel_err < entry.check.tolerance == 2e-4
     with kda_tl.use(tmp_path):
-        assert choose(backward.problem(), CPU).step == choose(WORKLOAD.problem(), CPU).step == "exact bucket"
+        assert (
+            select_cached(backward.problem(), CPU).step == select_cached(WORKLOAD.problem(), CPU).step == "exact bucket"
+        )
 
 
 def test_stages_that_a_problem_does_not_run_are_not_tuned(run: Run, tmp_path: Path) -> None:
@@ -526,8 +528,8 @@ def test_stages_that_a_problem_does_not_run_are_not_tuned(run: Run, tmp_path: Pa
     assert stage.tensors_of(BACKWARD.problem())[1] and not stage.tensors_of(ungated.problem())[1]
     for workload, stage in ((ungated, "bwd_reduce"), (WORKLOAD, "bwd_qk")):
         assert f"pipeline runs '{stage}'" in tuner.tune_workload(run, workload, tmp_path, stage=stage).failure
-    geometry = Geometry(pipeline="staged_backward", BT=16, BC=16)
-    (plan,) = tuner._make_plans(run, ungated, [geometry], [])
+    variant = ChunkVariant(pipeline="staged_backward", BT=16, BC=16)
+    (plan,) = tuner._make_plans(run, ungated, [variant], [])
     assert plan == default_plan(ungated.problem(), CPU, BT=16)
 
 
@@ -559,20 +561,20 @@ def test_a_workload_that_fails_says_why(run: Run, tmp_path: Path, monkeypatch: p
 def test_every_pipeline_is_timed_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_plan(run: Any, workload: Workload, plan: Plan, deadline: float | None) -> tuple[PlanResult, bool]:
         if deadline is not None:
-            raise OutOfTime
+            raise DeadlineExceeded
         return PlanResult(plan=plan, status="ok", median_us=float(plan.BT)), False
 
     monkeypatch.setattr(screening, "run_plan", run_plan)
-    quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, crew=Mock(overlap=False), emit=Mock())
+    quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, pool=Mock(overlap=False), emit=Mock())
     found = screening.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
-    assert [(s.geometry.pipeline, s.geometry.BT) for s in found] == [
+    assert [(s.variant.pipeline, s.variant.BT) for s in found] == [
         (name, 64) for name in ("staged", "prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16")
     ]
 
 
 def screened(*medians: float | None) -> list[screening.Screened]:
-    geometries = [Geometry(pipeline="staged", BT=BT, BC=16) for BT in (64, 32, 16)]
-    return [screening.Screened(geometry=g, median_us=m) for g, m in zip(geometries, medians, strict=False)]
+    variants = [ChunkVariant(pipeline="staged", BT=BT, BC=16) for BT in (64, 32, 16)]
+    return [screening.Screened(variant=g, median_us=m) for g, m in zip(variants, medians, strict=False)]
 
 
 @pytest.mark.parametrize(
@@ -581,7 +583,7 @@ def screened(*medians: float | None) -> list[screening.Screened]:
 )
 def test_the_best_geometry_is_tuned_and_a_close_second(medians: tuple[float | None, ...], chosen: list[int]) -> None:
     quiet = SimpleNamespace(device=CPU)
-    assert [g.BT for g in screening.choose_geometries(quiet, WORKLOAD, screened(*medians))] == chosen
+    assert [g.BT for g in screening.choose_variants(quiet, WORKLOAD, screened(*medians))] == chosen
 
 
 def test_every_timed_repetition_meets_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,7 +597,7 @@ def test_every_timed_repetition_meets_a_cold_cache(monkeypatch: pytest.MonkeyPat
 
 
 def test_candidates_are_ranked_from_the_default_outwards() -> None:
-    case = bench(replace(WORKLOAD, K=64), BT=64).case
+    case = fixture(replace(WORKLOAD, K=64), BT=64).case
     stage = templates.load("fwd_gate")
     ranked = stage_search.rank_by_distance(stage.candidates(case), stage.default(case))
     distances = [stage_search.measure_distance(config, ranked[0]) for config in ranked]
@@ -609,8 +611,8 @@ def test_the_default_wins_what_is_within_the_noise() -> None:
     assert faster.ratio == pytest.approx(2.0) and faster.ci95 is not None and faster.ci95[0] > 1.9
     near = decide({"default": default, "a": [9.9] * 5}, 3, "default")
     noisy = decide({"default": default, "a": [9.0, 9.0, 9.0, 30.0, 30.0]}, 3, "default")
-    for verdict in (near, noisy):
-        assert (verdict.winner, verdict.ratio, verdict.ci95) == ("default", 1.0, (1.0, 1.0))
+    for comparison in (near, noisy):
+        assert (comparison.winner, comparison.ratio, comparison.ci95) == ("default", 1.0, (1.0, 1.0))
     alone = decide({"a": [3.0, 4.0]}, 3, None)
     assert (alone.winner, alone.ratio, alone.ci95, alone.default_us) == ("a", None, None, None)
 
@@ -618,12 +620,12 @@ def test_the_default_wins_what_is_within_the_noise() -> None:
 @pytest.mark.parametrize("noise", [(100.0, 101.0), (101.0, 100.0)])
 def test_equally_fast_entrants_of_a_contest_follow_the_fixed_order(noise: tuple[float, float]) -> None:
     """Entrants come best first, which is noise too."""
-    entrants = dict(sorted(zip("ab", noise, strict=True), key=lambda item: item[1]))
-    stored = Mock(extra={"rounds": [[us] * 5 for us in entrants.values()], "reps": 3})
+    candidates = dict(sorted(zip("ab", noise, strict=True), key=lambda item: item[1]))
+    stored = Mock(extra={"rounds": [[us] * 5 for us in candidates.values()], "reps": 3})
     recall: Any = SimpleNamespace(recall=lambda study, config: stored)
     for order in ("ab", "ba"):
-        verdict = hold_contest(recall, "s", dict.fromkeys(entrants, {}), Mock(), default=None, fixed_order=order)
-        assert verdict.winner == order[0]
+        comparison = hold_final(recall, "s", dict.fromkeys(candidates, {}), Mock(), default=None, fixed_order=order)
+        assert comparison.winner == order[0]
 
 
 def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,7 +656,7 @@ class FakeMeasurements:
         check = {"max_rel_err": 1e-6, "tolerance": 1e-5}
         return PlanResult(plan=plan, status="ok", median_us=self.us[plan], check=check), False
 
-    def measure(self, request: Any, bench: Any = None) -> Any:
+    def measure(self, request: Any, fixture: Any = None) -> Any:
         if isinstance(request, HashJob):
             return "0" * 64
         return Rounds(medians_us=[[self.us[plan]] * 5 for plan in request.plans], reps=3)
@@ -674,7 +676,7 @@ def test_a_wrong_plan_neither_competes_nor_is_stored(run: Run, monkeypatch: pyte
             answers[size] = found | {"ht": 1.01 * found["ht"]}
         return answers[size]
 
-    def measure(self: Run, request: Any, bench: Any = None) -> Any:
+    def measure(self: Run, request: Any, fixture: Any = None) -> Any:
         held.extend(getattr(request, "plans", ()))
         return request.run()
 

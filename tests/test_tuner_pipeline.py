@@ -15,10 +15,10 @@ from kda_tl.core.stage import Plan
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.runtime.dispatch import default_plan, resolve
+from kda_tl.runtime.dispatch import default_plan, select_plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import screening, tuner
-from kda_tl.tune.events import GeometryScreened, StageStarted, TuneReport
+from kda_tl.tune.events import StageStarted, TuneReport, VariantScreened
 from kda_tl.tune.journal import Journal, Outcome
 from kda_tl.tune.requests import HashJob, PlanContest, PlanTrial, Rounds, StageTimes, StageTrial
 
@@ -68,7 +68,7 @@ class MadeUpCrew:
     def mean_result(self) -> float | None:
         return None
 
-    def hurry(self, jobs: Any) -> None:
+    def prioritize(self, jobs: Any) -> None:
         self.enqueue(jobs)
 
     def prepare(self, job: Any) -> None:
@@ -86,7 +86,7 @@ class MadeUpCrew:
         if isinstance(request, StageTrial):
             return Outcome(status="ok", median_us=1.0, samples_us=[1.0] * 3)
         if isinstance(request, StageTimes):
-            return {stage.name: 1.0 for stage in request.bench.pipeline.stages}
+            return {stage.name: 1.0 for stage in request.fixture.pipeline.stages}
         assert isinstance(request, PlanTrial)
         us, check = time_of(request.plan), {"max_rel_err": 1e-3, "tolerance": 6e-3}
         extra = {"timed": "graph", "kept_bytes": 1, "call_bytes": 100}
@@ -97,9 +97,9 @@ class MadeUpCrew:
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUpCrew]:
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUpCrew]:
     made_up = MadeUpCrew()
-    monkeypatch.setattr(tuner, "Crew", made_up)
+    monkeypatch.setattr(tuner, "WorkerPool", made_up)
     monkeypatch.setattr(tuner, "require_compiler", lambda device: None)
     yield made_up
 
@@ -108,7 +108,7 @@ Tune = Callable[..., TuneReport]
 
 
 @pytest.fixture
-def tune(crew: MadeUpCrew, tmp_path: Path) -> Tune:
+def tune(pool: MadeUpCrew, tmp_path: Path) -> Tune:
     """The tuner with one trial a stage."""
 
     def tune(*workloads: Workload, device: Any = H200, **options: Any) -> TuneReport:
@@ -118,16 +118,16 @@ def tune(crew: MadeUpCrew, tmp_path: Path) -> Tune:
 
 
 def screened(events: list[Any]) -> list[tuple[str, int]]:
-    return [(e.geometry.pipeline, e.geometry.BT) for e in events if isinstance(e, GeometryScreened)]
+    return [(e.variant.pipeline, e.variant.BT) for e in events if isinstance(e, VariantScreened)]
 
 
-def test_only_the_pipeline_is_screened_tuned_and_competes(tune: Tune, crew: MadeUpCrew) -> None:
+def test_only_the_pipeline_is_screened_tuned_and_competes(tune: Tune, pool: MadeUpCrew) -> None:
     events: list[Any] = []
     (report,) = tune(FORWARD, pipeline="staged", on_event=events.append).workloads
     assert not report.failure and report.entry is not None
     assert set(screened(events)) == {("staged", BT) for BT in screening.BT_CHOICES}
     assert {e.stage for e in events if isinstance(e, StageStarted)} == set(STAGED)
-    assert {plan.pipeline for plan in crew.plans()} == {"staged"}
+    assert {plan.pipeline for plan in pool.plans()} == {"staged"}
     events.clear()
     (free,) = tune(FORWARD, on_event=events.append).workloads
     assert {"staged", "prep_recurrence", "prep_segments_16"} <= {name for name, _ in screened(events)}
@@ -156,27 +156,27 @@ def test_a_backward_pipeline_may_keep_results(tune: Tune) -> None:
 def test_a_stored_plan_is_served_before_the_packaged_one(tune: Tune, tmp_path: Path) -> None:
     (report,) = tune(FORWARD, pipeline="staged").workloads
     assert report.entry is not None and db.validate(tmp_path) == []
-    shipped = resolve(FORWARD.problem(), H200, db.sources())
+    shipped = select_plan(FORWARD.problem(), H200, db.sources())
     assert shipped.plan is not None and (shipped.source, shipped.plan.pipeline != "staged") == ("packaged", True)
     with db.use(tmp_path):
-        choice = resolve(FORWARD.problem(), H200, db.sources())
+        choice = select_plan(FORWARD.problem(), H200, db.sources())
     assert choice.plan is not None and choice.plan.as_dict() == report.entry.plan
     assert (choice.step, choice.source, choice.plan.pipeline) == ("exact bucket", "overlay", "staged")
 
 
-def test_the_journal_is_shared_and_contests_are_not(tune: Tune, crew: MadeUpCrew, tmp_path: Path) -> None:
+def test_the_journal_is_shared_and_contests_are_not(tune: Tune, pool: MadeUpCrew, tmp_path: Path) -> None:
     tune(FORWARD)
-    before = len(crew.measured)
+    before = len(pool.measured)
     (report,) = tune(FORWARD, pipeline="staged").workloads
     assert report.entry is not None and report.entry.plan["pipeline"] == "staged"
-    assert len(crew.measured) > before
-    plans = crew.plans()
+    assert len(pool.measured) > before
+    plans = pool.plans()
     assert len(plans) == len(set(plans))  # what both screened was measured once
-    once = len(crew.measured)
+    once = len(pool.measured)
     for pipeline, winner in ((None, "prep_recurrence"), ("staged", "staged")):
         (again,) = tune(FORWARD, pipeline=pipeline).workloads
         assert again.entry is not None and again.entry.plan["pipeline"] == winner
-    assert len(crew.measured) == once
+    assert len(pool.measured) == once
     (journal,) = tmp_path.glob("*/chunk_kda_fwd.trials.jsonl")
     contests = [t.config["entrants"] for t in Journal(journal).trials() if t.study.endswith("/plans/contest")]
     among_defaults, free, staged = contests
@@ -189,7 +189,7 @@ def test_the_journal_is_shared_and_contests_are_not(tune: Tune, crew: MadeUpCrew
 def test_a_stage_is_tuned_in_the_pipeline(tune: Tune) -> None:
     for pipeline in (None, "prep_recurrence", "prep_segments_8"):
         (report,) = tune(FORWARD, stage="fwd_prep", pipeline=pipeline).workloads
-        assert [s.geometry.pipeline for s in report.stages] == [pipeline or "prep_recurrence"] and report.entry is None
+        assert [s.variant.pipeline for s in report.stages] == [pipeline or "prep_recurrence"] and report.entry is None
     ungated = replace(BACKWARD, gate="log")
     (report,) = tune(ungated, stage="bwd_reduce", pipeline="staged_backward").workloads
     assert "staged_backward does not run 'bwd_reduce' for backward" in report.failure
@@ -205,21 +205,21 @@ def test_a_stage_is_tuned_in_the_pipeline(tune: Tune) -> None:
     ],
 )
 def test_impossible_requests_are_refused(
-    tune: Tune, crew: MadeUpCrew, change: dict[str, Any], message: str, tmp_path: Path
+    tune: Tune, pool: MadeUpCrew, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
         tune(FORWARD, **change)
-    assert not crew.measured and not list(tmp_path.iterdir())
+    assert not pool.measured and not list(tmp_path.iterdir())
 
 
-def test_one_workload_of_the_other_pass_is_enough(tune: Tune, crew: MadeUpCrew) -> None:
+def test_one_workload_of_the_other_pass_is_enough(tune: Tune, pool: MadeUpCrew) -> None:
     with pytest.raises(InputError, match="staged is .* forward pass, but backward is .* backward pass"):
         tune(FORWARD, BACKWARD, pipeline="staged")
-    assert not crew.measured
+    assert not pool.measured
 
 
 @pytest.mark.parametrize("stage", (None, "fwd_prep"))
-def test_what_the_pipeline_rejects_fails_in_its_words(tune: Tune, crew: MadeUpCrew, stage: str | None) -> None:
+def test_what_the_pipeline_rejects_fails_in_its_words(tune: Tune, pool: MadeUpCrew, stage: str | None) -> None:
     single = replace(FORWARD, name="single", dtype="fp32")
     first, second = tune(single, FORWARD, pipeline="prep_recurrence", stage=stage).workloads
     assert "prep_recurrence does not run" in first.failure and "fp32 operands are refused" in first.failure

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from fake_stages import make_run
-from simulated_crew import Simulation, simulate
+from simulated_pool import Simulation, simulate
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
 from kda_tl.tune import tuner
-from kda_tl.tune.events import GeometryScreened, RunStarted, StageDone, TuneReport, WorkloadStarted
+from kda_tl.tune.events import RunStarted, StageDone, TuneReport, VariantScreened, WorkloadStarted
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.requests import CompileJob, PlanContest, Rounds, StageTrial
 from kda_tl.tune.stage_search import SURE
@@ -72,7 +72,7 @@ def test_what_a_workload_had_no_time_for_does_not_keep_the_next_one_waiting(
     def listen(event: Any) -> None:
         if isinstance(event, WorkloadStarted):
             waits.append(-simulation.clock.now)
-        elif isinstance(event, GeometryScreened) and event.geometry.pipeline == "staged" and event.geometry.BT == 64:
+        elif isinstance(event, VariantScreened) and event.variant.pipeline == "staged" and event.variant.BT == 64:
             waits[-1] += simulation.clock.now if waits[-1] <= 0 else 0.0
 
     tune(simulation, tmp_path, WORKLOADS, on_event=listen)
@@ -90,7 +90,7 @@ def test_a_pipeline_far_behind_is_timed_once(tmp_path: Path, monkeypatch: pytest
     simulation = simulate_h100(monkeypatch, hopper_wins)
     found: list[Any] = []
     tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=None, on_event=found.append)
-    screened = [e.geometry for e in found if isinstance(e, GeometryScreened)]
+    screened = [e.variant for e in found if isinstance(e, VariantScreened)]
     assert [g.BT for g in screened if g.pipeline == "staged"] == [64]
     assert {g.pipeline for g in screened} == {"staged", "prep_recurrence", *(f"prep_segments_{n}" for n in (4, 8, 16))}
 
@@ -112,7 +112,7 @@ def test_near_pipelines_are_measured_in_turns_before_two_are_searched(
     monkeypatch.setattr(simulation, "answer", answer_in_turns)
     found: list[Any] = []
     tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=None, on_event=found.append)
-    searched = dict.fromkeys(e.result.geometry.pipeline for e in found if isinstance(e, StageDone))
+    searched = dict.fromkeys(e.result.variant.pipeline for e in found if isinstance(e, StageDone))
     assert list(searched) == ["prep_segments_8", "prep_segments_16"]
 
 
@@ -152,10 +152,10 @@ def test_trials_are_made_when_the_time_is_nearly_over(tmp_path: Path, monkeypatc
 
 
 def count_trials(report: TuneReport) -> dict[str, int]:
-    """By stage, for the first geometry."""
+    """By stage, for the first variant."""
     (workload,) = report.workloads
-    first = workload.stages[0].geometry
-    return {stage.stage: len(stage.search.trials) for stage in workload.stages if stage.geometry == first}
+    first = workload.stages[0].variant
+    return {stage.stage: len(stage.search.trials) for stage in workload.stages if stage.variant == first}
 
 
 def test_a_stage_leaves_the_others_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_what_could_not_be_measured_in_time_makes_room_for_the_next_workload(
 
 def test_kernels_that_workloads_share_are_forecast_once(tmp_path: Path) -> None:
     """Those of 64 heads, for 1024 and 8192 tokens."""
-    crew: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: False)
-    run = make_run(crew, tmp_path / "journal")
+    pool: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: False)
+    run = make_run(pool, tmp_path / "journal")
     run = replace(run, device=H100)
     one, two = (Forecast(run, workloads, None, None) for workloads in (WORKLOADS[2:3], WORKLOADS[2:]))
     assert one.count_kernels() == two.count_kernels() > 20
@@ -208,5 +208,5 @@ def test_kernels_that_workloads_share_are_forecast_once(tmp_path: Path) -> None:
     assert two.left_s() - one.left_s() == pytest.approx(one.left_s() - compiling_s)
     assert two.left_s(1) == pytest.approx(one.left_s())
     finished: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: True)
-    done = Forecast(replace(run, crew=finished), WORKLOADS[2:3], None, None)
+    done = Forecast(replace(run, pool=finished), WORKLOADS[2:3], None, None)
     assert done.left_s() == pytest.approx(one.left_s() - compiling_s)

@@ -43,7 +43,7 @@ Tensors = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class StageFixture:
     """What a stage or plan is measured on.
 
     Attributes:
@@ -184,28 +184,28 @@ def _keep(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) ->
     return cache[key]
 
 
-def _bench_tensors(bench: Bench, workload: Workload) -> tuple[dict[str, Any], dict[str, int]]:
+def _fixture_tensors(fixture: StageFixture, workload: Workload) -> tuple[dict[str, Any], dict[str, int]]:
     """:func:`operator_tensors` of the bench's workload, or of its twin."""
-    where = torch_device(bench.device)
-    return operator_tensors(workload, bench.BT, where, segments=bench.pipeline.segments, seed=bench.seed)
+    where = torch_device(fixture.device)
+    return operator_tensors(workload, fixture.BT, where, segments=fixture.pipeline.segments, seed=fixture.seed)
 
 
-def record(bench: Bench) -> tuple[dict[str, Tensors], dict[str, int]]:
+def record(fixture: StageFixture) -> tuple[dict[str, Tensors], dict[str, int]]:
     """Inputs of every stage when the default configs run the workload."""
 
     def make() -> tuple[dict[str, Tensors], dict[str, int]]:
-        where, case = torch_device(bench.device), bench.case
-        tensors, sizes = _bench_tensors(bench, bench.workload)
+        where, case = torch_device(fixture.device), fixture.case
+        tensors, sizes = _fixture_tensors(fixture, fixture.workload)
         recorded: dict[str, Tensors] = {}
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             recorded[stage.name] = _as_operands(stage, case, inputs)
             return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
 
-        bench.pipeline.flow(case.problem).run(launch, tensors)
+        fixture.pipeline.flow(case.problem).run(launch, tensors)
         return recorded, sizes
 
-    return _keep(_recorded, bench.key, make)
+    return _keep(_recorded, fixture.key, make)
 
 
 def _compile_base(stage: Stage, case: Case) -> Kernel:
@@ -220,13 +220,13 @@ def _compile_base(stage: Stage, case: Case) -> Kernel:
     raise failure or CompileError(f"{stage.name} has no config for {case}.")
 
 
-def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
+def reference_cases(fixture: StageFixture) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
     """For every stage, inputs rounded as the kernel takes them, and what its reference makes of them in float64."""
 
     def make() -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]:
-        twin = bench.workload.trimmed(STAGE_CHECK_TOKENS)
-        case = replace(bench.case, problem=twin.problem())
-        tensors, sizes = _bench_tensors(bench, twin)
+        twin = fixture.workload.trimmed(STAGE_CHECK_TOKENS)
+        case = replace(fixture.case, problem=twin.problem())
+        tensors, sizes = _fixture_tensors(fixture, twin)
         judged: dict[str, tuple[Tensors, Tensors]] = {}
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
@@ -235,10 +235,10 @@ def judge(bench: Bench) -> tuple[dict[str, tuple[Tensors, Tensors]], dict[str, i
             judged[stage.name] = operands, expected
             return tuple(expected.get(name) for name in stage.outputs)
 
-        bench.pipeline.flow(case.problem).run(launch, tensors)
+        fixture.pipeline.flow(case.problem).run(launch, tensors)
         return judged, sizes
 
-    return _keep(_judged, bench.key, make)
+    return _keep(_judged, fixture.key, make)
 
 
 def _as_operands(stage: Stage, case: Case, inputs: Tensors) -> dict[str, Any]:
@@ -256,22 +256,22 @@ def _widen(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def check_kernel(kernel: Kernel, bench: Bench, tolerance: float) -> float:
+def check_kernel(kernel: Kernel, fixture: StageFixture, tolerance: float) -> float:
     """Runs a kernel on poisoned outputs: what it leaves unwritten is wrong, not left over from another."""
-    judged, sizes = judge(bench)
+    judged, sizes = reference_cases(fixture)
     operands, expected = judged[kernel.stage.name]
-    where = torch_device(bench.device)
+    where = torch_device(fixture.device)
     outputs = kernel.allocate(sizes, where)
     for output in outputs:
         if output is not None and output.is_floating_point():
             output.fill_(float("nan"))
     kernel.launch(operands, outputs, where)
     named = dict(zip(kernel.stage.outputs, outputs, strict=True))
-    return check(named, expected, tolerance, kernel.stage.weightless)
+    return check(named, expected, tolerance, kernel.stage.rms_floor)
 
 
-def stage_launch(kernel: Kernel, bench: Bench) -> Callable[[], Any]:
-    recorded, sizes = record(bench)
-    where = torch_device(bench.device)
+def stage_launch(kernel: Kernel, fixture: StageFixture) -> Callable[[], Any]:
+    recorded, sizes = record(fixture)
+    where = torch_device(fixture.device)
     outputs = kernel.allocate(sizes, where)
     return functools.partial(kernel.launch, recorded[kernel.stage.name], outputs, where)

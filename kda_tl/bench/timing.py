@@ -32,7 +32,7 @@ def check(
     outputs: Mapping[str, torch.Tensor | None],
     expected: Mapping[str, torch.Tensor],
     tolerance: float,
-    weightless: Mapping[str, float] | None = None,
+    rms_floor: Mapping[str, float] | None = None,
 ) -> float:
     """Compares every expected tensor with the output of its name.
 
@@ -40,7 +40,7 @@ def check(
         outputs: what was computed.
         expected: what the reference gives.
         tolerance: largest relative error (norm of the difference over norm) a tensor may have.
-        weightless: root mean squares below which a tensor's error is taken relative to this.
+        rms_floor: root mean squares below which a tensor's error is taken relative to this.
 
     Returns:
         The largest relative error.
@@ -52,7 +52,7 @@ def check(
     for name, truth in expected.items():
         output = outputs.get(name)
         error = math.inf if output is None else relative_error(output, truth)
-        errors[name] = error * weight_of(truth, weightless, name)
+        errors[name] = error * error_weight(truth, rms_floor, name)
     worst = max(errors, key=errors.__getitem__, default=None)
     if worst is None:
         return 0.0
@@ -63,9 +63,9 @@ def check(
     return errors[worst]
 
 
-def weight_of(truth: torch.Tensor, weightless: Mapping[str, float] | None, name: str) -> float:
+def error_weight(truth: torch.Tensor, rms_floor: Mapping[str, float] | None, name: str) -> float:
     """What the relative error of a tensor of that name counts, see :func:`check`."""
-    least = (weightless or {}).get(name, 0.0) * math.sqrt(truth.numel())
+    least = (rms_floor or {}).get(name, 0.0) * math.sqrt(truth.numel())
     length = float(torch.linalg.vector_norm(truth.double()))
     return min(1.0, (length or 1.0) / least) if least else 1.0
 

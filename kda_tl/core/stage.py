@@ -22,7 +22,7 @@ BT_CHOICES = (64, 32, 16)
 BC_CHOICES = (16, 8)
 
 
-def axis(default: Any, *choices: Any) -> Any:
+def tunable(default: Any, *choices: Any) -> Any:
     """Declares one tunable field of a config: the default first, then every choice."""
     if default not in choices:
         raise ValueError(f"default {default!r} is not among the choices {choices!r}")
@@ -31,7 +31,7 @@ def axis(default: Any, *choices: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a stage's kernel is built for: a problem, the chunk geometry and the device.
+    """What a stage's kernel is built for: a problem, the chunk variant and the device.
 
     Attributes:
         problem: the problem; kernels ignore its lengths.
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One point of a stage's search space. Subclasses declare fields with :func:`axis`."""
+    """One point of a stage's search space. Subclasses declare fields with :func:`tunable`."""
 
     @classmethod
     def axes(cls) -> dict[str, tuple[Any, ...]]:
@@ -102,7 +102,7 @@ class Config:
         return None
 
 
-def prefer(case: Case, *configs: ConfigT) -> ConfigT:
+def first_valid(case: Case, *configs: ConfigT) -> ConfigT:
     """The first of some configs that the case does not reject, else the first of their space, else the first."""
     valid = (config for config in (*configs, *type(configs[0]).space()) if config.reject(case) is None)
     return next(valid, configs[0])
@@ -188,7 +188,7 @@ class Stage:
         default: ``case -> config`` when nothing is tuned.
         cost: ``(case, sizes) -> Cost`` with sizes holding those of a layout as well.
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
-        weightless: root mean square of an output below which its error is taken relative to this instead: what uses
+        rms_floor: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
         passes: ``case -> settings`` of TileLang's passes that its CUDA kernel needs, beside everyone's.
     """
@@ -203,7 +203,7 @@ class Stage:
     default: Callable[[Case], Config]
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
-    weightless: Mapping[str, float] = field(default_factory=dict)
+    rms_floor: Mapping[str, float] = field(default_factory=dict)
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
 
     @functools.cached_property
@@ -223,7 +223,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs: a pipeline, the chunk geometry, and one config a stage.
+    """What runs: a pipeline, the chunk variant, and one config a stage.
 
     Attributes:
         pipeline: name of the pipeline.

@@ -12,31 +12,31 @@ from typing import Any, NoReturn
 import torch
 
 from kda_tl.core.plain import check_saved, describe, is_plain, needs_operator
-from kda_tl.ops.call import Ready, choose_backward, run_backward, run_forward, run_keeping
+from kda_tl.ops.call import BoundCall, choose_backward, run_backward, run_forward, run_keeping
 from kda_tl.ops.custom_op import differentiate_opaque, refuse_second_derivative
 from kda_tl.ops.operator import Args
 from kda_tl.runtime.program import Compute
 
 
-def run_differentiable(ready: Ready, compute: Compute, a: Args) -> Any:
+def run_differentiable(bound: BoundCall, compute: Compute, a: Args) -> Any:
     """:func:`kda_tl.ops.call.run_forward` on the record of autograd."""
-    out = _Forward.apply(ready, compute, a, *ready.operator.pick_operands(a))  # type: ignore[no-untyped-call]
-    return out if ready.problem.intermediate_states else out[:2]
+    out = _Forward.apply(bound, compute, a, *bound.operator.pick_operands(a))  # type: ignore[no-untyped-call]
+    return out if bound.problem.intermediate_states else out[:2]
 
 
 class _Forward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ready: Ready, compute: Compute, a: Args, *tensors: torch.Tensor | None) -> Any:
-        operator = ready.operator
+    def forward(ctx: Any, bound: BoundCall, compute: Compute, a: Args, *tensors: torch.Tensor | None) -> Any:
+        operator = bound.operator
         ctx.set_materialize_grads(False)
-        ctx.ready, ctx.chosen = ready, choose_backward(ready, keep=bool(operator.asks(a, operator.keep)))
+        ctx.bound, ctx.chosen = bound, choose_backward(bound, keep=bool(operator.asks(a, operator.keep)))
         ctx.others = operator.pick_others(a)
         residuals: dict[str, torch.Tensor | None] = {}
         if ctx.chosen.residuals:
-            (o, ht, *states), residuals = run_keeping(ready, ctx.chosen.residuals, a)
+            (o, ht, *states), residuals = run_keeping(bound, ctx.chosen.residuals, a)
         else:
-            o, ht, *states = run_forward(ready, compute, a)
-        ctx.saved_as = ready.signature + describe(residuals.values())
+            o, ht, *states = run_forward(bound, compute, a)
+        ctx.saved_as = bound.signature + describe(residuals.values())
         # autograd then frees them, and tells if one is written to before the backward
         ctx.save_for_backward(*tensors, *residuals.values())
         ctx.mark_non_differentiable(*states)
@@ -44,7 +44,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, *_states: None) -> Any:
-        operator = ctx.ready.operator
+        operator = ctx.bound.operator
         saved, names = ctx.saved_tensors, (*operator.tensors, *ctx.chosen.residuals)
         tensors, kept = saved[: len(operator.tensors)], saved[len(operator.tensors) :]
         gradients = {"the gradient of o": do, "the gradient of the final state": dht}
@@ -73,9 +73,9 @@ class _Backward(torch.autograd.Function):
         dht: torch.Tensor | None,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        ctx.name = of.ready.operator.name
-        a = of.ready.operator.Arguments(*tensors, *of.others)
-        return _pick_wanted(of, run_backward(of.ready, of.chosen, a, do, dht, residuals))
+        ctx.name = of.bound.operator.name
+        a = of.bound.operator.Arguments(*tensors, *of.others)
+        return _pick_wanted(of, run_backward(of.bound, of.chosen, a, do, dht, residuals))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:

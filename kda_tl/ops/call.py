@@ -19,13 +19,13 @@ from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops.operator import Args, Bounds, Operator
 from kda_tl.reference import recurrent_kda
-from kda_tl.runtime.dispatch import DEFAULT_BT, Choice, build_program, choose, context, prepare
+from kda_tl.runtime.dispatch import DEFAULT_BT, PlanSelection, build_program, context, load_program, select_cached
 from kda_tl.runtime.program import Compute, Program
 
 Tensor = torch.Tensor
 
 
-class Ready(NamedTuple):
+class BoundCall(NamedTuple):
     """What a call needs besides its tensors; the same for all calls of one signature."""
 
     operator: Operator
@@ -35,7 +35,7 @@ class Ready(NamedTuple):
     where: torch.device
     gpu: int | None  # its index
     chunk_size: int | None
-    choice: Choice
+    choice: PlanSelection
     compute: Compute | None  # None: the reference path
     bounds: Bounds
     operands: tuple[str, ...]  # those that are there, as pipelines name them
@@ -47,25 +47,25 @@ class Ready(NamedTuple):
 
 
 _WIDE = ("A_log", "dt_bias", "h0")  # pipelines take them as fp32
-_ready: dict[tuple[Any, ...], Ready] = {}
-_READY_LIMIT = 4096
+_bound_calls: dict[tuple[Any, ...], BoundCall] = {}
+_BOUND_LIMIT = 4096
 
 
-def find_ready(operator: Operator, a: Args) -> Ready:
+def bind_call(operator: Operator, a: Args) -> BoundCall:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
         signature = describe(operator.pick_operands(a))
         packed = getattr(a, operator.packed) is not None
         key = (operator, signature, operator.pick_flags(a), packed, operator.find_bounds(a), context())
-        found = _ready.get(key)
+        found = _bound_calls.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no sizes: let the checks say it
         operator.check(a)
         raise
     if found is None:
-        found = _make_ready(operator, a, signature, key[-2])
-        if len(_ready) >= _READY_LIMIT:
-            _ready.clear()
-        _ready[key] = found
+        found = _bind_new(operator, a, signature, key[-2])
+        if len(_bound_calls) >= _BOUND_LIMIT:
+            _bound_calls.clear()
+        _bound_calls[key] = found
     return found
 
 
@@ -82,10 +82,10 @@ def _pick_arguments(names: tuple[str, ...]) -> Callable[[Args], tuple[Tensor, ..
     return attrgetter(*names)
 
 
-def _make_ready(operator: Operator, a: Args, signature: Signature, bounds: Bounds) -> Ready:
+def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds) -> BoundCall:
     """Chooses a plan and compiles it."""
     problem, device, chunk_size = pose(operator, a, bounds)
-    choice, program = prepare(problem, device, chunk_size)
+    choice, program = load_program(problem, device, chunk_size)
     o = getattr(a, operator.like)
     where = o.device
     given = {name: x for name, x in zip(operator.operands, signature, strict=True) if x and problem.has(name)}
@@ -95,7 +95,7 @@ def _make_ready(operator: Operator, a: Args, signature: Signature, bounds: Bound
     if program is not None and problem.tokens:
         compute, tables = _bind(program, bounds, where, views=(("o", tuple(o.shape)),))
         constants |= tables
-    return Ready(
+    return BoundCall(
         operator=operator,
         signature=signature,
         problem=problem,
@@ -127,46 +127,46 @@ def _bind(
     return program.bind(layout.sizes, where, results, views), layout.tables
 
 
-def _find_operands(ready: Ready, a: Args, **more: Tensor | None) -> dict[str, Any]:
+def _find_operands(bound: BoundCall, a: Args, **more: Tensor | None) -> dict[str, Any]:
     """The caller's tensors as pipelines take them."""
-    tensors: dict[str, Any] = dict(zip(ready.operands, ready.pick(a)))  # noqa: B905 (0.1 us)
+    tensors: dict[str, Any] = dict(zip(bound.operands, bound.pick(a)))  # noqa: B905 (0.1 us)
     if more:
         tensors.update(more)
-    for name in ready.widened:
+    for name in bound.widened:
         check_memory(name, tensors[name])
         tensors[name] = tensors[name].float()
-    if ready.gpu is not None:  # replays read addresses, for which all of this has its shape already
+    if bound.gpu is not None:  # replays read addresses, for which all of this has its shape already
         return align(tensors)
     for name, x in tensors.items():
         if x is not None:  # a read beyond a tensor's memory would end the process
             check_memory(name, x)
     tensors = align(tensors)
-    for name, shape in ready.shapes:
+    for name, shape in bound.shapes:
         tensors[name] = tensors[name].view(shape)
     if "do" in more:
         tensors["do"] = tensors["do"].flatten(0, 1)
     return tensors
 
 
-def run_forward(ready: Ready, compute: Compute, a: Args) -> Any:
+def run_forward(bound: BoundCall, compute: Compute, a: Args) -> Any:
     """Launches the kernels; nothing here waits for the device."""
-    tensors = _find_operands(ready, a)
-    tensors.update(ready.constants)
-    return _view_results(ready, compute(tensors))
+    tensors = _find_operands(bound, a)
+    tensors.update(bound.constants)
+    return _view_results(bound, compute(tensors))
 
 
-def run_keeping(ready: Ready, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
+def run_keeping(bound: BoundCall, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
     """:func:`run_forward`, and the residuals of these names for the backward."""
-    p = replace(ready.problem, direction="bwd")  # what it makes must be what a backward would make again
-    program = build_program(ready.choice.plan, p.without_lengths(), ready.device)
-    compute, _ = _bind(program, ready.bounds, ready.where, (*program.flow().results, *names))
-    out = compute(_find_operands(ready, a) | ready.constants)
-    return _view_results(ready, out), {name: out[name] for name in names}
+    p = replace(bound.problem, direction="bwd")  # what it makes must be what a backward would make again
+    program = build_program(bound.choice.plan, p.without_lengths(), bound.device)
+    compute, _ = _bind(program, bound.bounds, bound.where, (*program.flow().results, *names))
+    out = compute(_find_operands(bound, a) | bound.constants)
+    return _view_results(bound, out), {name: out[name] for name in names}
 
 
-def _view_results(ready: Ready, out: Mapping[str, Any]) -> Any:
+def _view_results(bound: BoundCall, out: Mapping[str, Any]) -> Any:
     """A pass's results as the operator returns them."""
-    (shape, dtype), p, o = ready.like, ready.problem, out["o"]
+    (shape, dtype), p, o = bound.like, bound.problem, out["o"]
     if o.shape != shape:  # a view is 2.5 us of the host's time
         o = o.view(shape)
     if o.dtype != dtype:  # the CPU target computes in fp32
@@ -185,11 +185,11 @@ class Backward(NamedTuple):
         residuals: names of what the forward keeps for it; empty if it computes them again.
     """
 
-    choice: Choice
+    choice: PlanSelection
     residuals: tuple[str, ...] = ()
 
 
-def choose_backward(ready: Ready, keep: bool = False) -> Backward:
+def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
     """The backward of a call, chosen with its forward: pins and overlays hold where the operator is called.
 
     Args:
@@ -199,23 +199,23 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
     Raises:
         InputError: ``keep``, and the pinned plan cuts other chunks.
     """
-    problem, forward = replace(ready.problem, direction="bwd", intermediate_states=False), ready.choice.plan
-    asked = ready.chunk_size and _choose_chunks(problem, ready.device, ready.chunk_size, context())
-    choice = asked or choose(problem, ready.device)  # a hint: the backward may have room for shorter chunks only
+    problem, forward = replace(bound.problem, direction="bwd", intermediate_states=False), bound.choice.plan
+    asked = bound.chunk_size and _choose_chunks(problem, bound.device, bound.chunk_size, context())
+    choice = asked or select_cached(problem, bound.device)  # a hint: the backward may have room for shorter chunks only
     if forward is None or choice.plan is None or not (keep or choice.plan.kept):
         return Backward(choice)
-    resumable: Choice | None = choice
+    resumable: PlanSelection | None = choice
     if choice.plan.BT != forward.BT:
         if not keep:  # the plan would have them, the caller does not insist
             return Backward(choice)
         if choice.step == "pinned":
-            flag, chunks = ready.operator.keep, ready.operator.chunk_size
+            flag, chunks = bound.operator.keep, bound.operator.chunk_size
             raise InputError(
                 f"{flag}=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
                 f" and the forward BT={forward.BT}: pass {chunks}={choice.plan.BT}, pin plans of one BT, or leave"
                 f" {flag} out."
             )
-        resumable = _choose_chunks(problem, ready.device, forward.BT, context())
+        resumable = _choose_chunks(problem, bound.device, forward.BT, context())
     if resumable is None or resumable.plan is None:
         return Backward(choice)
     from kda_tl.templates.pipelines import PIPELINES
@@ -226,16 +226,16 @@ def choose_backward(ready: Ready, keep: bool = False) -> Backward:
 
 
 @functools.lru_cache(maxsize=512)
-def _choose_chunks(problem: Problem, device: Device, BT: int, _context: tuple[Any, ...]) -> Choice | None:
+def _choose_chunks(problem: Problem, device: Device, BT: int, _context: tuple[Any, ...]) -> PlanSelection | None:
     """The choice among plans of one BT; None where the device has no room, or a pinned numerics class no plan."""
     try:
-        return choose(problem, device, BT)
+        return select_cached(problem, device, BT)
     except InputError:
         return None
 
 
 def run_backward(
-    ready: Ready,
+    bound: BoundCall,
     backward: Backward,
     a: Args,
     do: Tensor | None,
@@ -252,19 +252,19 @@ def run_backward(
         dht: gradient of the final state, absent if None.
         residuals: of :func:`run_keeping`; computed again if None.
     """
-    p, (shape, dtype), where = _backward_problem(ready.problem, dht is not None), ready.like, ready.where
-    program = build_program(backward.choice.plan, p, ready.device, from_residuals=residuals is not None)
-    compute, tables = _bind(program, ready.bounds, where)
+    p, (shape, dtype), where = _backward_problem(bound.problem, dht is not None), bound.like, bound.where
+    program = build_program(backward.choice.plan, p, bound.device, from_residuals=residuals is not None)
+    compute, tables = _bind(program, bound.bounds, where)
     if do is None:
         do = torch.zeros(shape, dtype=dtype, device=where)
     else:
         do = check_gradient("o", do, shape, where).to(dtype)
     if dht is not None:
         state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
-        dht = check_gradient("the final state", dht, (len(ready.bounds) - 1, p.HV, *state), where).float()
-    tensors = _find_operands(ready, a, do=do, dht=dht, **residuals or {})
-    out = compute(tensors | ready.constants | tables)
-    found = zip((out[f"d{name}"] for name in ready.operator.operands), ready.signature, strict=True)
+        dht = check_gradient("the final state", dht, (len(bound.bounds) - 1, p.HV, *state), where).float()
+    tensors = _find_operands(bound, a, do=do, dht=dht, **residuals or {})
+    out = compute(tensors | bound.constants | tables)
+    found = zip((out[f"d{name}"] for name in bound.operator.operands), bound.signature, strict=True)
     return [None if x is None or of is None else x.view(of[0]).to(of[1]) for x, of in found]
 
 
@@ -274,20 +274,20 @@ def _backward_problem(problem: Problem, final_state: bool) -> Problem:
     return replace(problem, direction="bwd", final_state=final_state, intermediate_states=False).without_lengths()
 
 
-def run_reference(ready: Ready, a: Args) -> Any:
+def run_reference(bound: BoundCall, a: Args) -> Any:
     """The recurrence in plain PyTorch: where no compiler was found, and for calls without tokens."""
-    p, (shape, dtype) = ready.problem, ready.like
-    for name in ready.operator.tensors:
+    p, (shape, dtype) = bound.problem, bound.like
+    for name in bound.operator.tensors:
         if (x := getattr(a, name)) is not None:
             check_memory(name, x)
-    if ready.choice.plan is None:
-        _warn_reference(ready.operator.name, ready.choice.reason)
+    if bound.choice.plan is None:
+        _warn_reference(bound.operator.name, bound.choice.reason)
     if p.intermediate_states and p.tokens:
         raise UnsupportedError(
             "the reference path has no chunks, so no intermediate states: install a compiler (see `kda-tl doctor`)."
         )
-    arguments = ready.operator.recurrence(a) | {"cu_seqlens": torch.tensor(ready.bounds) if p.varlen else None}
-    with torch.autocast(ready.where.type, enabled=False):  # kernels do not see it either
+    arguments = bound.operator.recurrence(a) | {"cu_seqlens": torch.tensor(bound.bounds) if p.varlen else None}
+    with torch.autocast(bound.where.type, enabled=False):  # kernels do not see it either
         o, state = recurrent_kda(**arguments, dtype=torch.float32)
     o, ht = o.to(dtype), state if p.final_state else None
     if not p.intermediate_states:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from kda_tl.errors import UnsupportedError
-from kda_tl.ops.call import choose_backward, find_ready, run_backward, run_forward, run_reference
+from kda_tl.ops.call import bind_call, choose_backward, run_backward, run_forward, run_reference
 from kda_tl.ops.operator import Args, Operator
 from kda_tl.runtime.dispatch import DEFAULT_BT
 
@@ -76,12 +76,12 @@ def _name(operator: Operator, values: tuple[Any, ...]) -> Args:
 
 
 def _run(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
-    ready = find_ready(operator, a)
+    bound = bind_call(operator, a)
     with torch.no_grad(), torch.cuda.device_of(getattr(a, operator.like)):
-        if ready.compute is None:
-            o, ht, *h = run_reference(ready, a)
+        if bound.compute is None:
+            o, ht, *h = run_reference(bound, a)
         else:
-            o, ht, *h = run_forward(ready, ready.compute, a)
+            o, ht, *h = run_forward(bound, bound.compute, a)
     return o, _empty(o) if ht is None else ht, h[0].contiguous() if h else _empty(o)
 
 
@@ -96,20 +96,20 @@ def _run_fake(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _differentiate(operator: Operator, a: Args, do: Tensor, dht: Tensor | None) -> list[Tensor]:
-    ready, tensors = find_ready(operator, a), operator.pick_operands(a)
-    if ready.problem.tokens == 0:  # the final state is the initial one, and nothing else plays a part
+    bound, tensors = bind_call(operator, a), operator.pick_operands(a)
+    if bound.problem.tokens == 0:  # the final state is the initial one, and nothing else plays a part
         zeros = [_empty(do) if x is None else torch.zeros_like(x) for x in tensors]
         made = dict(zip(operator.operands, zeros, strict=True))
         if dht is not None:
             made["h0"] = dht.to(made["h0"].dtype, copy=True)
         return list(made.values())
-    if ready.compute is None:
+    if bound.compute is None:
         raise UnsupportedError(
             "gradients of the reference path are not to be had inside torch.compile or under PyTorch's dispatch modes,"
-            f" and {ready.choice.reason}: install a compiler, or keep {operator.name} out of what is compiled."
+            f" and {bound.choice.reason}: install a compiler, or keep {operator.name} out of what is compiled."
         )
     with torch.cuda.device_of(do):
-        found = run_backward(ready, choose_backward(ready), a, do, dht)
+        found = run_backward(bound, choose_backward(bound), a, do, dht)
     return [_empty(do) if grad is None else grad for grad in found]
 
 

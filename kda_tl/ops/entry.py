@@ -15,9 +15,9 @@ from kda_tl.core.plain import is_plain, needs_operator
 from kda_tl.errors import InputError
 from kda_tl.ops import custom_op, load_all
 from kda_tl.ops.autograd import run_differentiable
-from kda_tl.ops.call import find_ready, pose, run_forward, run_reference
+from kda_tl.ops.call import bind_call, pose, run_forward, run_reference
 from kda_tl.ops.operator import OPERATORS, Args, Operator
-from kda_tl.runtime.dispatch import Choice, choose
+from kda_tl.runtime.dispatch import PlanSelection, select_cached
 
 Tensor = torch.Tensor
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -90,16 +90,16 @@ def _run_call(operator: Operator, a: Args, plain: bool) -> Any:
         return _run_watched(operator, cast_as_autocast(operator, a))
     if torch._C._is_any_autocast_enabled():
         a = cast_as_autocast(operator, a)
-    ready = find_ready(operator, a)
-    if ready.compute is None:
-        if not ready.problem.tokens and needs_gradients(operator, a):  # those of parameters are zeros, not None
+    bound = bind_call(operator, a)
+    if bound.compute is None:
+        if not bound.problem.tokens and needs_gradients(operator, a):  # those of parameters are zeros, not None
             return _run_watched(operator, a)
-        return run_reference(ready, a)
+        return run_reference(bound, a)
     run = run_differentiable if needs_gradients(operator, a) else run_forward
-    if ready.gpu is not None and torch.cuda.current_device() != ready.gpu:
-        with torch.cuda.device(ready.gpu):
-            return run(ready, ready.compute, a)
-    return run(ready, ready.compute, a)
+    if bound.gpu is not None and torch.cuda.current_device() != bound.gpu:
+        with torch.cuda.device(bound.gpu):
+            return run(bound, bound.compute, a)
+    return run(bound, bound.compute, a)
 
 
 def _run_watched(operator: Operator, a: Args) -> Any:
@@ -186,7 +186,7 @@ def settle(operator: Operator, a: Args) -> Args:
     return a
 
 
-def explain(*args: Any, operator: str = "chunk_kda", **kwargs: Any) -> Choice:
+def explain(*args: Any, operator: str = "chunk_kda", **kwargs: Any) -> PlanSelection:
     """Which plan a call of an operator with these arguments runs, where it comes from and why.
 
     Nothing is compiled or run. ``print`` the result, or read its ``plan``, ``step``, ``source`` and ``reason``.
@@ -201,4 +201,4 @@ def explain(*args: Any, operator: str = "chunk_kda", **kwargs: Any) -> Choice:
     """
     declared = load_all()[operator]
     a = settle(declared, declared.bind(*args, **kwargs))
-    return choose(*pose(declared, a, declared.find_bounds(a)))
+    return select_cached(*pose(declared, a, declared.find_bounds(a)))

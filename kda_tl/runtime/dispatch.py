@@ -1,4 +1,4 @@
-"""From a problem to the plan that runs it: the whole policy in :func:`resolve`, and the caches around it.
+"""From a problem to the plan that runs it: the whole policy in :func:`select_plan`, and the caches around it.
 
 Order: 0 a pinned plan, 1 the exact bucket, 2 the nearest bucket on this GPU, 3 another GPU of the same architecture,
 4 the default, 5 the reference path where no compiler was found, or no TileLang that works. Steps 1 to 3 are
@@ -51,7 +51,7 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PlanSelection:
     """The plan for a problem, and why.
 
     Attributes:
@@ -83,7 +83,7 @@ class Choice:
 
 
 def numerics_class(plan: Plan) -> str:
-    """Plans of one class give the same bits: chunk geometry, how diagonals are taken, accumulation type.
+    """Plans of one class give the same bits: chunk variant, how diagonals are taken, accumulation type.
 
     Tiles over K change the order in which products are summed, so configs that name BK are part of it.
     """
@@ -179,7 +179,7 @@ def default_plan(
     return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
 
 
-def resolve(
+def select_plan(
     problem: Problem,
     device: Device,
     databases: Sequence[Database],
@@ -188,7 +188,7 @@ def resolve(
     chunk_size: int | None = None,
     compiler: bool = True,
     strict: bool = False,
-) -> Choice:
+) -> PlanSelection:
     """The plan for a problem. Pure: the same arguments give the same choice, nothing is compiled or measured.
 
     Args:
@@ -206,7 +206,7 @@ def resolve(
     """
     if not compiler:
         reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
-        return Choice(plan=None, step="reference", source="reference", reason=reason)
+        return PlanSelection(plan=None, step="reference", source="reference", reason=reason)
     if pin is not None and not pin.holds_for(problem):
         pin = None
     if pin is not None and pin.plan is not None:
@@ -215,7 +215,7 @@ def resolve(
             raise InputError(
                 f"the pinned plan has BT={plan.BT}, but chunk_size={chunk_size} was asked for: leave one of them out."
             )
-        return Choice(plan=plan, step="pinned", source="caller", reason="the caller pinned this plan")
+        return PlanSelection(plan=plan, step="pinned", source="caller", reason="the caller pinned this plan")
     passed_over: list[str] = []
     numerics = pin.numerics if pin else None
     hits = iter_hits(
@@ -233,7 +233,7 @@ def resolve(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
-            return Choice(
+            return PlanSelection(
                 plan=plan,
                 step=hit.step,
                 source=hit.source,
@@ -249,7 +249,7 @@ def resolve(
         what = f"{device.slug} has no room for chunks" if numerics is None else f"{numerics} has no chunks"
         raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={chosen.BT} or less.")
     reason = f"nothing tuned for {Key.of(problem).text} on {device.slug}; run `kda-tl tune` there"
-    return Choice(plan=chosen, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
+    return PlanSelection(plan=chosen, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
 
 
 def _fingerprints(stored_plan: Mapping[str, Any]) -> dict[str, str]:
@@ -284,18 +284,20 @@ def context() -> tuple[Any, ...]:
     return sources(), _pin.get()
 
 
-_choices: dict[tuple[Any, ...], Choice] = {}
+_choices: dict[tuple[Any, ...], PlanSelection] = {}
 _CHOICES_LIMIT = 4096
 
 
-def choose(problem: Problem, device: Device, chunk_size: int | None = None) -> Choice:
-    """:func:`resolve` with the databases and settings of the process, cached."""
+def select_cached(problem: Problem, device: Device, chunk_size: int | None = None) -> PlanSelection:
+    """:func:`select_plan` with the databases and settings of the process, cached."""
     databases, pinned = context()
     key = (problem, device, databases, pinned, chunk_size)
     found = _choices.get(key)
     if found is None:
         compiler, strict = _settings(device)
-        found = resolve(problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict)
+        found = select_plan(
+            problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict
+        )
         if found.stale:
             message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
             warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=3)
@@ -315,13 +317,15 @@ def build_program(plan: Plan, problem: Problem, device: Device, *, from_residual
     return Program.build(plan, problem, device, from_residuals=from_residuals)
 
 
-def prepare(problem: Problem, device: Device, chunk_size: int | None = None) -> tuple[Choice, Program | None]:
+def load_program(
+    problem: Problem, device: Device, chunk_size: int | None = None
+) -> tuple[PlanSelection, Program | None]:
     """The choice for a problem and its compiled program, None on the reference path.
 
     Raises:
         CompileError: a kernel does not compile; the message names stage, config and reason.
     """
-    choice = choose(problem, device, chunk_size)
+    choice = select_cached(problem, device, chunk_size)
     if choice.plan is None:
         return choice, None
     return choice, build_program(choice.plan, problem.without_lengths(), device)

@@ -13,7 +13,7 @@ from kda_tl.core.pipeline import Flow, Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan, Stage
 from kda_tl.runtime.compile import Kernel, compile_stage
-from kda_tl.runtime.replay import Replay, record
+from kda_tl.runtime.replay import Replay, trace
 
 Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
 _REPLAYS_LIMIT = 256  # sizes a program remembers
@@ -84,7 +84,7 @@ class Program:
         if found is None:
             if len(self._replays) >= _REPLAYS_LIMIT:
                 self._replays.clear()
-            recording = record(self.flow(results), self.kernels, sizes)
+            recording = trace(self.flow(results), self.kernels, sizes)
             found = self._replays[key] = Replay(recording, device, dict(views))
         return found
 

@@ -27,7 +27,7 @@ ALIGNMENT = 256  # bytes, as PyTorch's allocator
 
 
 @dataclass(eq=False)
-class Symbol:
+class Value:
     """A tensor of a recorded pass.
 
     Attributes:
@@ -50,7 +50,7 @@ class Launch:
     """One recorded call: tensors in the order of the kernel's slots, then names of numbers."""
 
     kernel: Kernel
-    tensors: tuple[Symbol, ...]
+    tensors: tuple[Value, ...]
     numbers: tuple[str, ...]
 
 
@@ -60,22 +60,22 @@ class Recording:
 
     sizes: Mapping[str, int]
     launches: tuple[Launch, ...]
-    results: Mapping[str, Symbol | None]
+    results: Mapping[str, Value | None]
 
 
-def record(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -> Recording:
+def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -> Recording:
     """Follows a flow with symbols in the place of tensors."""
     launches: list[Launch] = []
-    environment: dict[str, Symbol] = {}
+    environment: dict[str, Value] = {}
     for number, stage in enumerate(flow.stages):
         kernel, tensors = kernels[stage.name], []
         for slot in kernel.slots:
             if not slot.present:
-                symbol = Symbol(slot.name, "absent")
+                symbol = Value(slot.name, "absent")
             elif slot.written:
-                symbol = environment[slot.name] = Symbol(slot.name, "made", born=number)
+                symbol = environment[slot.name] = Value(slot.name, "made", born=number)
             else:
-                symbol = environment.setdefault(slot.name, Symbol(slot.name, "given"))
+                symbol = environment.setdefault(slot.name, Value(slot.name, "given"))
             symbol.slot, symbol.dies = slot, number
             tensors.append(symbol)
         launches.append(Launch(kernel=kernel, tensors=tuple(tensors), numbers=stage.scalars))

@@ -15,7 +15,7 @@ from kda_tl.tune.search import Evaluation, SearchResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class ChunkVariant:
     """A pipeline with its chunk sizes: what is chosen before stages are tuned."""
 
     pipeline: str
@@ -34,7 +34,7 @@ class StageResult:
 
     Attributes:
         stage: its name.
-        geometry: what it was tuned for.
+        variant: what it was tuned for.
         study: identity of its trials in the journal.
         default: the config when nothing is tuned.
         winner: the config to use; the default where nothing is faster beyond the noise, None where nothing is valid.
@@ -49,7 +49,7 @@ class StageResult:
     """
 
     stage: str
-    geometry: Geometry
+    variant: ChunkVariant
     study: str
     default: Config
     winner: Config | None = None
@@ -182,11 +182,11 @@ class PartStarted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeometryScreened:
-    """The default plan of a geometry was timed end to end, or failed."""
+class VariantScreened:
+    """The default plan of a variant was timed end to end, or failed."""
 
     workload: Workload
-    geometry: Geometry
+    variant: ChunkVariant
     result: PlanResult
     resumed: bool
 
@@ -198,7 +198,7 @@ class StageStarted:
     Attributes:
         workload: what it is tuned for.
         stage: its name.
-        geometry: pipeline and chunk sizes.
+        variant: pipeline and chunk sizes.
         space: points of the space.
         candidates: those that are not rejected.
         budget: most trials.
@@ -207,7 +207,7 @@ class StageStarted:
 
     workload: Workload
     stage: str
-    geometry: Geometry
+    variant: ChunkVariant
     space: int
     candidates: int
     budget: int
@@ -264,7 +264,7 @@ Event = (
     RunStarted
     | WorkloadStarted
     | PartStarted
-    | GeometryScreened
+    | VariantScreened
     | StageStarted
     | TrialDone
     | StageDone

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.timing import ratio_ci, summarise
 from kda_tl.tune.journal import Trial
 from kda_tl.tune.pool import Request
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict(Generic[T]):
+class Comparison(Generic[T]):
     """Who won a contest.
 
     Attributes:
@@ -44,48 +44,48 @@ class Verdict(Generic[T]):
     ci95: tuple[float, float] | None
 
 
-def hold_contest(
+def hold_final(
     run: Run,
     study: str,
-    entrants: Mapping[T, Mapping[str, Any]],
+    candidates: Mapping[T, Mapping[str, Any]],
     request: Request,
     *,
     default: T | None,
     fixed_order: Sequence[T] = (),
-    bench: Bench | None = None,
-) -> Verdict[T]:
-    """Decides between entrants that are measured in turns; a contest that the journal holds is not held again.
+    fixture: StageFixture | None = None,
+) -> Comparison[T]:
+    """Decides between candidates that are measured in turns; a contest that the journal holds is not held again.
 
     Args:
         run: the tuning run.
         study: identity of what was searched.
-        entrants: at least one, each with its stored form, best first.
+        candidates: at least one, each with its stored form, best first.
         request: measures them in this order and returns :class:`kda_tl.tune.requests.Rounds`.
-        default: the entrant that wins ties, None if it is not among them.
-        fixed_order: which of several equally fast entrants wins.
+        default: the candidate that wins ties, None if it is not among them.
+        fixed_order: which of several equally fast candidates wins.
         bench: whose tensors the request needs.
 
     Raises:
         WorkerFailure: the contest gave no result.
     """
-    rounds, reps = measure_in_turns(run, study, list(entrants.values()), request, bench)
-    return decide(dict(zip(entrants, rounds, strict=True)), reps, default, fixed_order)
+    rounds, reps = measure_in_turns(run, study, list(candidates.values()), request, fixture)
+    return decide(dict(zip(candidates, rounds, strict=True)), reps, default, fixed_order)
 
 
 def measure_in_turns(
-    run: Run, study: str, entrants: Sequence[Mapping[str, Any]], request: Request, bench: Bench | None = None
+    run: Run, study: str, candidates: Sequence[Mapping[str, Any]], request: Request, fixture: StageFixture | None = None
 ) -> tuple[list[list[float]], int]:
-    """Medians of the rounds of each entrant and the repetitions of a round, measured or from the journal.
+    """Medians of the rounds of each candidate and the repetitions of a round, measured or from the journal.
 
-    Arguments as for :func:`hold_contest`; ``entrants`` are their stored forms.
+    Arguments as for :func:`hold_final`; ``candidates`` are their stored forms.
 
     Raises:
         WorkerFailure: the contest gave no result.
     """
-    config = {"entrants": list(entrants)}
+    config = {"entrants": list(candidates)}
     known = run.recall(study + CONTEST, config)
     if known is None:
-        rounds: Rounds = run.measure(request, bench)
+        rounds: Rounds = run.measure(request, fixture)
         medians = [summarise(series)[0] for series in rounds.medians_us]
         known = run.remember(
             Trial(
@@ -101,21 +101,21 @@ def measure_in_turns(
 
 def decide(
     rounds: Mapping[T, Sequence[float]], reps: int, default: T | None, fixed_order: Sequence[T] = ()
-) -> Verdict[T]:
+) -> Comparison[T]:
     """The winner of a contest by the tie rule; it is the default unless the interval of its gain is above 1.
 
     Args:
-        rounds: medians of the rounds by entrant, in us.
+        rounds: medians of the rounds by candidate, in us.
         reps: repetitions a round.
-        default: the entrant that wins ties, None if it is not among them.
-        fixed_order: which of several equally fast entrants wins.
+        default: the candidate that wins ties, None if it is not among them.
+        fixed_order: which of several equally fast candidates wins.
     """
     winner = pick_winner(rounds, default, fixed_order)
     ratio, low, high = (1.0, 1.0, 1.0) if default in (None, winner) else ratio_ci(rounds[default], rounds[winner])
     if default is not None and low <= 1 and winner != default:
         winner, ratio, low, high = default, 1.0, 1.0, 1.0
     median, mad = summarise(rounds[winner])
-    return Verdict(
+    return Comparison(
         winner=winner,
         median_us=median,
         mad_us=mad,

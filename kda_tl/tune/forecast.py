@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.runtime.dispatch import DEFAULT_PIPELINES
-from kda_tl.tune.events import Geometry
+from kda_tl.tune.events import ChunkVariant
 from kda_tl.tune.plan_search import default_plans, list_kernels
 from kda_tl.tune.screening import list_geometries
 from kda_tl.tune.session import Run
-from kda_tl.tune.stage_search import compile_jobs, make_bench, split_space
+from kda_tl.tune.stage_search import compile_jobs, make_fixture, split_space
 
 # Seconds, until a run has compiled something itself; and of what is measured, contests and preparations included.
 _COMPILE_S = {"cuda": 8.0, "cpu": 3.0}
@@ -48,11 +48,11 @@ class Forecast:
 
     def left_s(self, index: int = 0) -> float:
         """Seconds for the workloads from this one on."""
-        crew, kind = self._run.crew, self._run.device.kind
-        pace = (crew.mean_result() or _COMPILE_S[kind]) / crew.size
+        pool, kind = self._run.pool, self._run.device.kind
+        pace = (pool.mean_result() or _COMPILE_S[kind]) / pool.size
         total, seen = 0.0, set[Hashable]()
         for work in self._work[index:]:
-            new = sum(not crew.finished(key) for key in work.kernels - seen)
+            new = sum(not pool.finished(key) for key in work.kernels - seen)
             seen |= work.kernels
             seconds = new * pace + work.measuring_s
             total += seconds if self._limit_s is None else min(seconds, self._limit_s)
@@ -61,18 +61,18 @@ class Forecast:
 
 def _count_work(run: Run, workload: Workload, stage: str | None) -> _Work:
     kind, problem = run.device.kind, workload.problem()
-    geometries = list_geometries(run, workload)
-    if not geometries:  # it will fail, at once
+    variants = list_geometries(run, workload)
+    if not variants:  # it will fail, at once
         return _Work(frozenset(), 0.0)
-    first: Geometry = next(
-        (g for name in DEFAULT_PIPELINES[problem.direction] for g in geometries if g.pipeline == name), geometries[0]
+    first: ChunkVariant = next(
+        (g for name in DEFAULT_PIPELINES[problem.direction] for g in variants if g.pipeline == name), variants[0]
     )
-    bench = make_bench(run, workload, first)
-    stages = [s for s in bench.pipeline.stages_of(problem) if stage in (None, s.name)]
-    spaces = [(s, split_space(s, bench.case)[0][: run.budget]) for s in stages]
-    plans = list(default_plans(run, workload, [first] if stage else geometries))
+    fixture = make_fixture(run, workload, first)
+    stages = [s for s in fixture.pipeline.stages_of(problem) if stage in (None, s.name)]
+    spaces = [(s, split_space(s, fixture.case)[0][: run.budget]) for s in stages]
+    plans = list(default_plans(run, workload, [first] if stage else variants))
     jobs = [job for plan in plans for job in list_kernels(run, workload, plan)]
-    jobs += [job for s, configs in spaces for job in compile_jobs(s, bench.case, configs)]
+    jobs += [job for s, configs in spaces for job in compile_jobs(s, fixture.case, configs)]
     trials = sum(len(configs) for _, configs in spaces)
     seconds = trials * _TRIAL_S[kind] + len(stages) * _STAGE_S[kind] + (0 if stage else len(plans) + 1) * _PLAN_S[kind]
     return _Work(frozenset(job.key for job in jobs), seconds)

@@ -16,8 +16,8 @@ from kda_tl.database import store
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults
-from kda_tl.tune.events import Geometry, PartStarted, PlanDone, PlanResult
-from kda_tl.tune.final import ROUNDS, Verdict, hold_contest
+from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone, PlanResult
+from kda_tl.tune.final import ROUNDS, Comparison, hold_final
 from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.journal import Outcome, Trial
 from kda_tl.tune.requests import CompileJob, HashJob, PlanContest, PlanTrial
@@ -36,12 +36,12 @@ class Final:
     entry: Entry | None
 
 
-def plan_of(geometry: Geometry, configs: Mapping[str, Config]) -> Plan:
+def plan_of(variant: ChunkVariant, configs: Mapping[str, Config]) -> Plan:
     """A plan from the configs of its stages."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    stages = tuple((stage.name, configs[stage.name]) for stage in PIPELINES[geometry.pipeline].stages)
-    return Plan(pipeline=geometry.pipeline, BT=geometry.BT, BC=geometry.BC, stages=stages)
+    stages = tuple((stage.name, configs[stage.name]) for stage in PIPELINES[variant.pipeline].stages)
+    return Plan(pipeline=variant.pipeline, BT=variant.BT, BC=variant.BC, stages=stages)
 
 
 def require_pipeline(name: str, workloads: Sequence[Workload], stage: str | None = None) -> Pipeline:
@@ -81,15 +81,15 @@ def searched_pipelines(run: Run, workload: Workload) -> list[Pipeline]:
     return [p for p in PIPELINES.values() if p.direction == workload.direction and run.pipeline in (None, p.name)]
 
 
-def default_plans(run: Run, workload: Workload, geometries: Sequence[Geometry]) -> Iterator[Plan]:
-    """The plan of each geometry when nothing is tuned."""
-    for geometry in geometries:
-        yield pipeline_defaults(geometry.pipeline, case_of(run, workload, geometry))
+def default_plans(run: Run, workload: Workload, variants: Sequence[ChunkVariant]) -> Iterator[Plan]:
+    """The plan of each variant when nothing is tuned."""
+    for variant in variants:
+        yield pipeline_defaults(variant.pipeline, case_of(run, workload, variant))
 
 
-def case_of(run: Run, workload: Workload, geometry: Geometry | Plan) -> Case:
-    """What kernels of that geometry are built for."""
-    return Case(problem=workload.problem(), device=run.device, BT=geometry.BT, BC=geometry.BC)
+def case_of(run: Run, workload: Workload, variant: ChunkVariant | Plan) -> Case:
+    """What kernels of that variant are built for."""
+    return Case(problem=workload.problem(), device=run.device, BT=variant.BT, BC=variant.BC)
 
 
 def list_kernels(run: Run, workload: Workload, plan: Plan) -> list[CompileJob]:
@@ -116,7 +116,7 @@ def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = 
     """Verifies and times a plan end to end, or recalls what the journal says of it (then the second item is true).
 
     Raises:
-        OutOfTime: the deadline passed before its kernels were compiled.
+        DeadlineExceeded: the deadline passed before its kernels were compiled.
     """
     study = name_study(run, workload)
     known = run.recall(study, plan.as_dict())
@@ -128,7 +128,7 @@ def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = 
 
 def _try_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None) -> Outcome:
     for job in list_kernels(run, workload, plan):
-        compiled = run.crew.result(job, deadline=deadline)
+        compiled = run.pool.result(job, deadline=deadline)
         if isinstance(compiled, WorkerFailure):
             return describe_failure(compiled)
     try:
@@ -169,20 +169,20 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
     if not valid:
         return Final(plans=tuple(results.values()), entry=None)
     request = contest_of(run, workload, [r.plan for r in valid])
-    entrants = {r.plan: r.plan.as_dict() for r in valid}
-    base = default if default in entrants else None
+    candidates = {r.plan: r.plan.as_dict() for r in valid}
+    base = default if default in candidates else None
     try:
-        verdict = hold_contest(
+        comparison = hold_final(
             run,
             name_study(run, workload),
-            entrants,
+            candidates,
             request,
             default=base,
-            fixed_order=sorted(entrants, key=_rank_plan),
+            fixed_order=sorted(candidates, key=_rank_plan),
         )
     except WorkerFailure as failure:
         raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
-    entry = _make_entry(run, workload, verdict, results[verdict.winner], results[default], counts)
+    entry = _make_entry(run, workload, comparison, results[comparison.winner], results[default], counts)
     return Final(plans=tuple(results.values()), entry=entry)
 
 
@@ -233,15 +233,15 @@ def is_worth_keeping(objective: str, again_us: float, kept: PlanResult) -> bool:
 def _make_entry(
     run: Run,
     workload: Workload,
-    verdict: Verdict[Plan],
+    comparison: Comparison[Plan],
     result: PlanResult,
     default: PlanResult,
     counts: Mapping[str, int],
 ) -> Entry:
     from kda_tl import templates
 
-    plan, key = verdict.winner, Key.of(workload.problem())
-    low, high = verdict.ci95 or (None, None)
+    plan, key = comparison.winner, Key.of(workload.problem())
+    low, high = comparison.ci95 or (None, None)
     trials = {"valid": counts.get("ok", 0) + counts.get("slow", 0)}
     failed = {status: n for status, n in counts.items() if status not in ("ok", "slow") and n}
     provenance: dict[str, Any] = {
@@ -255,16 +255,19 @@ def _make_entry(
     }
     if run.pipeline is not None:  # what the gain is over is this pipeline's default
         provenance["pipeline"] = run.pipeline
-    if verdict.ratio is None:  # nothing to compare with: the plan is served for its own bucket only
+    if comparison.ratio is None:  # nothing to compare with: the plan is served for its own bucket only
         provenance["default"] = f"{default.status}: {default.reason}"
     return Entry(
         key=key,
         plan=plan.as_dict(),
         numerics=numerics_class(plan),
         time_us=Timing(
-            median=round(verdict.median_us, 3), mad=round(verdict.mad_us, 3), reps=verdict.reps, rounds=verdict.rounds
+            median=round(comparison.median_us, 3),
+            mad=round(comparison.mad_us, 3),
+            reps=comparison.reps,
+            rounds=comparison.rounds,
         ),
-        vs_default=VsDefault(ratio=_round(verdict.ratio), ci95=(_round(low), _round(high))),
+        vs_default=VsDefault(ratio=_round(comparison.ratio), ci95=(_round(low), _round(high))),
         check=Check(max_rel_err=float(f"{result.check['max_rel_err']:.3g}"), tolerance=result.check["tolerance"]),
         templates={name: templates.fingerprint(name) for name, _ in plan.stages},
         provenance=provenance,

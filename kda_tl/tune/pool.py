@@ -36,11 +36,11 @@ class Job(Request, Protocol):
         """What makes two jobs the same."""
 
 
-class OutOfTime(Exception):
+class DeadlineExceeded(Exception):
     """The deadline of a workload has passed."""
 
 
-class Crew:
+class WorkerPool:
     """A pool and a measuring worker; a context manager.
 
     Args:
@@ -56,7 +56,7 @@ class Crew:
         self._later: OrderedDict[Hashable, Job] = OrderedDict()
         self._asked: set[Hashable] = set()
         self._results: dict[Hashable, Any | WorkerFailure] = {}
-        self._meter = IsolatedWorker(TARGET, 0.0)
+        self._timer = IsolatedWorker(TARGET, 0.0)
         self._warming = False
         self._prepared: Hashable = None
         self.useful_until: float | None = None  # urgent jobs that will not end by then wait behind those that are not
@@ -66,11 +66,11 @@ class Crew:
         """Processes of the pool."""
         return len(self._idle) + len(self._busy)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for worker in (*self._idle, *self._busy, self._meter):
+        for worker in (*self._idle, *self._busy, self._timer):
             worker.kill()
 
     def enqueue(self, jobs: Iterable[Job], *, urgent: bool = True) -> None:
@@ -108,7 +108,7 @@ class Crew:
         numbers = [result for result in self._results.values() if isinstance(result, float)]
         return sum(numbers) / len(numbers) if numbers else None
 
-    def hurry(self, jobs: Iterable[Job]) -> None:
+    def prioritize(self, jobs: Iterable[Job]) -> None:
         """Has jobs done next, in order, whether they were enqueued before or not; nothing is done twice."""
         self._put_first(jobs)
         if self.overlap:
@@ -134,13 +134,13 @@ class Crew:
             Its result, or its failure, which is not raised.
 
         Raises:
-            OutOfTime: the deadline passed.
+            DeadlineExceeded: the deadline passed.
         """
         self._put_first([job])
         key = job.key
         while key not in self._results:
             if deadline is not None and time.monotonic() > deadline:
-                raise OutOfTime
+                raise DeadlineExceeded
             self._feed(first=key)
             wait_any(list(self._busy))
             self._collect()
@@ -148,8 +148,8 @@ class Crew:
 
     def warm_up(self, request: Request) -> None:
         """Starts the measuring process ahead of its first request, with one whose result does not matter."""
-        self._meter.timeout_s = request.timeout_s
-        self._meter.submit(request)
+        self._timer.timeout_s = request.timeout_s
+        self._timer.submit(request)
         self._warming = True
 
     def await_warm(self) -> None:
@@ -157,7 +157,7 @@ class Crew:
         if self._warming:
             self._warming = False
             with contextlib.suppress(WorkerFailure):
-                self._await_meter()
+                self._await_timer()
 
     def prepare(self, job: Job) -> None:
         """Runs a job in the measuring process unless the last one prepared there was the same.
@@ -182,27 +182,27 @@ class Crew:
             self._collect()
         try:
             self.await_warm()
-            self._meter.timeout_s = request.timeout_s
-            self._meter.submit(request)
-            return self._await_meter()
+            self._timer.timeout_s = request.timeout_s
+            self._timer.submit(request)
+            return self._await_timer()
         except WorkerError:
             raise
         except BaseException:  # Ctrl-C too: an answer that nobody waits for must not meet the next request
-            self.restart_meter()
+            self.restart_timer()
             raise
 
-    def _await_meter(self) -> Any:
-        while (result := self._meter.poll()) is PENDING:
-            wait_any([self._meter, *self._busy])
+    def _await_timer(self) -> Any:
+        while (result := self._timer.poll()) is PENDING:
+            wait_any([self._timer, *self._busy])
             self._collect()
             if self.overlap:
                 self._feed()
         return result
 
-    def restart_meter(self) -> None:
+    def restart_timer(self) -> None:
         """Ends the measuring process; the next request starts another, unprepared."""
         self._prepared, self._warming = None, False
-        self._meter.kill()
+        self._timer.kill()
 
     def _feed(self, first: Hashable = None) -> None:
         while self._idle and (self._urgent or self._later):

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from kda_tl.bench.fixtures import (
-    Bench,
+    StageFixture,
     check_kernel,
     check_plan,
-    judge,
     make_pass,
     plan_tolerance,
     record,
+    reference_cases,
     stage_launch,
     torch_device,
 )
@@ -47,7 +47,7 @@ def run_request(request: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Interleaved measurements: the medians of each entrant's rounds, and how many repetitions a round had."""
+    """Interleaved measurements: the medians of each candidate's rounds, and how many repetitions a round had."""
 
     medians_us: list[list[float]]
     reps: int
@@ -116,18 +116,18 @@ class IdentifyJob:
 class Prepare:
     """Makes the tensors of a bench, so that the time limit of a trial is about the trial."""
 
-    bench: Bench
+    fixture: StageFixture
     timeout_s: float = 300.0
 
     @property
     def key(self) -> Hashable:
         """The bench's."""
-        return self.bench.key
+        return self.fixture.key
 
     def run(self) -> None:
         """Fills the caches of this process."""
-        record(self.bench)
-        judge(self.bench)
+        record(self.fixture)
+        reference_cases(self.fixture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +146,15 @@ class WarmUp:
 class StageTimes:
     """Times every stage of a bench with its default config: what a pass's time is made of."""
 
-    bench: Bench
+    fixture: StageFixture
     timeout_s: float = 60.0
 
     def run(self) -> dict[str, float]:
         """Returns median microseconds by stage; a stage whose default does not compile is left out."""
-        case, where, times = self.bench.case, torch_device(self.bench.device), {}
-        for stage in self.bench.pipeline.stages_of(case.problem):
+        case, where, times = self.fixture.case, torch_device(self.fixture.device), {}
+        for stage in self.fixture.pipeline.stages_of(case.problem):
             with contextlib.suppress(CompileError):
-                launch = stage_launch(compile_stage(stage, case, stage.default(case)), self.bench)
+                launch = stage_launch(compile_stage(stage, case, stage.default(case)), self.fixture)
                 times[stage.name] = statistics.median(time_launch(launch, where, reps=FIRST_REPS))
         return times
 
@@ -170,7 +170,7 @@ class StageTrial:
         incumbent_us: best median so far; a candidate far behind it is dropped early.
     """
 
-    bench: Bench
+    fixture: StageFixture
     stage: Stage
     config: Config
     incumbent_us: float | None
@@ -178,22 +178,22 @@ class StageTrial:
 
     def run(self) -> Outcome:
         """Returns "ok", "slow" or "wrong"."""
-        kernel = compile_stage(self.stage, self.bench.case, self.config)
-        tolerance = self.stage.tolerance[self.bench.workload.dtype]
+        kernel = compile_stage(self.stage, self.fixture.case, self.config)
+        tolerance = self.stage.tolerance[self.fixture.workload.dtype]
         verdict: dict[str, Any] = {"tolerance": tolerance}
         try:
-            verdict["max_rel_err"] = check_kernel(kernel, self.bench, tolerance)
+            verdict["max_rel_err"] = check_kernel(kernel, self.fixture, tolerance)
         except WrongResultError as error:
             return Outcome(status="wrong", reason=str(error), check=verdict)
-        launch = stage_launch(kernel, self.bench)
-        return _time(launch, self.bench.device, verdict, self.incumbent_us)
+        launch = stage_launch(kernel, self.fixture)
+        return _time(launch, self.fixture.device, verdict, self.incumbent_us)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageContest:
     """Times configs of a stage in turns."""
 
-    bench: Bench
+    fixture: StageFixture
     stage: Stage
     configs: tuple[Config, ...]
     rounds: int
@@ -201,9 +201,9 @@ class StageContest:
 
     def run(self) -> Rounds:
         """Returns one series a config, in their order."""
-        case = self.bench.case
-        launches = [stage_launch(compile_stage(self.stage, case, config), self.bench) for config in self.configs]
-        return _compete(launches, self.bench.device, self.rounds)
+        case = self.fixture.case
+        launches = [stage_launch(compile_stage(self.stage, case, config), self.fixture) for config in self.configs]
+        return _compete(launches, self.fixture.device, self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)

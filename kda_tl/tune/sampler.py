@@ -20,7 +20,7 @@ _MAX_REFUSED_ASKS = 3
 _NOTHING_VALID = math.log(1e12)
 
 
-class Proposer(Protocol):
+class Sampler(Protocol):
     """Gives configs to measure and learns from the outcomes."""
 
     def propose(self, count: int) -> list[Config]:
@@ -30,25 +30,25 @@ class Proposer(Protocol):
         """Learns an outcome, whether or not this config was proposed."""
 
 
-class Enumeration:
+class GridSampler:
     """Proposes every config once, in order."""
 
     def __init__(self, order: Iterable[Config]) -> None:
         self._left = dict.fromkeys(order)
 
     def propose(self, count: int) -> list[Config]:
-        """See :class:`Proposer`."""
+        """See :class:`TPESampler`."""
         head = list(self._left)[:count]
         for config in head:
             del self._left[config]
         return head
 
     def tell(self, config: Config, outcome: Outcome) -> None:
-        """See :class:`Proposer`."""
+        """See :class:`TPESampler`."""
         self._left.pop(config, None)
 
 
-class Sampler:
+class TPESampler:
     """Proposes what Optuna's TPE asks for or, where that repeats itself, unseen neighbours of the best configs.
 
     The objective is log(median). A point outside the space and an invalid outcome are told as the worst value so far,
@@ -86,7 +86,7 @@ class Sampler:
         self._study = _create_study(seed)
 
     def propose(self, count: int) -> list[Config]:
-        """See :class:`Proposer`."""
+        """See :class:`TPESampler`."""
         proposed: list[Config] = []
         while len(proposed) < count and (config := self._propose_one()) is not None:
             del self._unseen[config]
@@ -94,7 +94,7 @@ class Sampler:
         return proposed
 
     def tell(self, config: Config, outcome: Outcome) -> None:
-        """See :class:`Proposer`."""
+        """See :class:`TPESampler`."""
         self._unseen.pop(config, None)
         trial = self._asked.pop(config, None) or self._ask(config)
         value = self._worst() if outcome.median_us is None else math.log(outcome.median_us)

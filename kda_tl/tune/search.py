@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from kda_tl.core.stage import Config
 from kda_tl.errors import InputError
 from kda_tl.tune.journal import Journal, Outcome, Trial
-from kda_tl.tune.sampler import TOP, Enumeration, Proposer, Sampler
+from kda_tl.tune.sampler import TOP, GridSampler, Sampler, TPESampler
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -101,7 +101,7 @@ def search(
         prepare: called with the next configs to be measured, e.g. to compile them in parallel.
         batch: number of configs proposed at a time.
         patience: trials without a gain of 1 % after which the search ends, once all neighbours of the three best are
-            tried. Enumeration does not stop early.
+            tried. GridSampler does not stop early.
         exhaustive_limit: largest space that is enumerated.
 
     Raises:
@@ -112,11 +112,11 @@ def search(
         raise InputError(f"the default {default} is not in the search space: pass one that reject() accepts.")
     candidates = list(dict.fromkeys(space))
     first = _order_first(candidates, budget, default, seeds, rank)
-    proposer: Proposer
+    proposer: Sampler
     if len(candidates) <= min(budget, exhaustive_limit):
-        proposer = Enumeration([*first, *(sorted(candidates, key=rank) if rank else candidates)])
+        proposer = GridSampler([*first, *(sorted(candidates, key=rank) if rank else candidates)])
     else:
-        proposer = Sampler(candidates, first, seed, patience)
+        proposer = TPESampler(candidates, first, seed, patience)
     run = _Run(candidates, proposer, evaluate, study, Journal(storage) if storage is not None else None, on_trial)
     while run.left(budget) and (configs := proposer.propose(min(max(batch, 1), run.left(budget)))):
         run.take_all(configs, budget, prepare)
@@ -143,7 +143,7 @@ class _Run:
     def __init__(
         self,
         space: Sequence[Config],
-        proposer: Proposer,
+        proposer: Sampler,
         evaluate: Callable[[Config], Outcome],
         study: str,
         journal: Journal | None,

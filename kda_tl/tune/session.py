@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.fixtures import StageFixture
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Config
 from kda_tl.errors import KdaTlError
-from kda_tl.tune.events import Geometry, OnEvent
+from kda_tl.tune.events import ChunkVariant, OnEvent
 from kda_tl.tune.isolate import WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout
 from kda_tl.tune.journal import Journal, Outcome, Trial
-from kda_tl.tune.pool import Crew, Request
+from kda_tl.tune.pool import Request, WorkerPool
 from kda_tl.tune.requests import Prepare
 
 PLANS, STAGES, CONTEST = "/plans", "/stages", "/contest"  # ends of the studies that are no searches
@@ -30,7 +30,7 @@ class Run:
     """What one tuning run shares.
 
     Attributes:
-        crew: the workers.
+        pool: the workers.
         device: what is tuned for.
         journal: file of the trials.
         budget: most trials a stage.
@@ -39,10 +39,10 @@ class Run:
         pipeline: the only one whose plans are searched and compete, its own default plan among them; None for all.
         emit: called with every event.
         known: contests, plans and times of stages in the journal, by study and config; see :func:`load_known`.
-        winners: last winner by stage and geometry, a seed for the next workload.
+        winners: last winner by stage and variant, a seed for the next workload.
     """
 
-    crew: Crew
+    pool: WorkerPool
     device: Device
     journal: Path
     budget: int
@@ -51,7 +51,7 @@ class Run:
     emit: OnEvent
     pipeline: str | None = None
     known: dict[tuple[str, str], Trial] = field(default_factory=dict)
-    winners: dict[tuple[str, Geometry], Config] = field(default_factory=dict)
+    winners: dict[tuple[str, ChunkVariant], Config] = field(default_factory=dict)
 
     def recall(self, study: str, config: Mapping[str, Any]) -> Trial | None:
         """What the journal holds of a contest, a plan or the times of a plan's stages."""
@@ -63,7 +63,7 @@ class Run:
         self.known[trial.study, _as_text(trial.config)] = trial
         return trial
 
-    def measure(self, request: Request, bench: Bench | None = None) -> Any:
+    def measure(self, request: Request, fixture: StageFixture | None = None) -> Any:
         """Runs a request in the measuring process, which is replaced if it may be damaged.
 
         Args:
@@ -74,17 +74,17 @@ class Run:
             PrepareError: the tensors could not be made.
             WorkerFailure: the request failed.
         """
-        if bench is not None:
+        if fixture is not None:
             try:
-                self.crew.prepare(Prepare(bench=bench))
+                self.pool.prepare(Prepare(fixture=fixture))
             except WorkerFailure as failure:
-                self.crew.restart_meter()
-                raise PrepareError(f"{bench.workload.name} does not run with default configs: {failure}") from failure
+                self.pool.restart_timer()
+                raise PrepareError(f"{fixture.workload.name} does not run with default configs: {failure}") from failure
         try:
-            return self.crew.measure(request)
+            return self.pool.measure(request)
         except WorkerError as failure:
             if failure.type_name != "CompileError":  # an error of the device stays with the process
-                self.crew.restart_meter()
+                self.pool.restart_timer()
             raise
 
 

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.database.records import Key
-from kda_tl.tune.events import Geometry, StageDone, StageResult, StageStarted, TrialDone
-from kda_tl.tune.final import ROUNDS, Verdict, hold_contest
+from kda_tl.tune.events import ChunkVariant, StageDone, StageResult, StageStarted, TrialDone
+from kda_tl.tune.final import ROUNDS, Comparison, hold_final
 from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.journal import Outcome, Trial
-from kda_tl.tune.pool import OutOfTime
+from kda_tl.tune.pool import DeadlineExceeded
 from kda_tl.tune.requests import COMPILE_TIMEOUT_S, CompileJob, IdentifyJob, StageContest, StageTimes, StageTrial
 from kda_tl.tune.search import Evaluation, SearchResult, search, sort_valid
 from kda_tl.tune.session import STAGES, Run, describe_failure
@@ -29,7 +29,14 @@ from kda_tl.tune.session import STAGES, Run, describe_failure
 FINALISTS = 8
 _NEAR = 1.1  # how far behind the best a finalist may be: over 8 interleaved rounds nothing has made up for 10 %
 _TRIAL_TIMEOUT_S = {"cuda": 40.0, "cpu": 60.0}
-_VERDICT = ("winner", "median_us", "mad_us", "default_us", "ratio", "ci95")  # fields that a stage's result takes over
+_COMPARISON = (
+    "winner",
+    "median_us",
+    "mad_us",
+    "default_us",
+    "ratio",
+    "ci95",
+)  # fields that a stage's result takes over
 SURE = 8  # trials of a stage that its share of the time does not limit: the default and the best ranked
 
 
@@ -69,21 +76,21 @@ def compile_jobs(stage: Stage, case: Case, configs: Iterable[Config]) -> list[Co
     return [CompileJob(stage=stage, case=case, config=config, timeout_s=COMPILE_TIMEOUT_S) for config in configs]
 
 
-def make_bench(run: Run, workload: Workload, geometry: Geometry) -> Bench:
-    """What the stages of a geometry are measured on."""
+def make_fixture(run: Run, workload: Workload, variant: ChunkVariant) -> StageFixture:
+    """What the stages of a variant are measured on."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    return Bench(
-        pipeline=PIPELINES[geometry.pipeline],
+    return StageFixture(
+        pipeline=PIPELINES[variant.pipeline],
         workload=workload,
         device=run.device,
-        BT=geometry.BT,
-        BC=geometry.BC,
+        BT=variant.BT,
+        BC=variant.BC,
         seed=run.seed,
     )
 
 
-def prefetch(run: Run, bench: Bench, *, stages: Sequence[Stage] | None = None, urgent: bool = True) -> None:
+def prefetch(run: Run, fixture: StageFixture, *, stages: Sequence[Stage] | None = None, urgent: bool = True) -> None:
     """Has the kernels compiled that the searches of a bench's stages begin with.
 
     Args:
@@ -93,29 +100,29 @@ def prefetch(run: Run, bench: Bench, *, stages: Sequence[Stage] | None = None, u
         urgent: whether they are what is measured next.
     """
     ranked = [
-        (stage, rank_by_distance(split_space(stage, bench.case)[0], stage.default(bench.case)))
-        for stage in stages or bench.pipeline.stages_of(bench.case.problem)
+        (stage, rank_by_distance(split_space(stage, fixture.case)[0], stage.default(fixture.case)))
+        for stage in stages or fixture.pipeline.stages_of(fixture.case.problem)
     ]
-    run.crew.enqueue((_identify_job(stage, bench.case, configs) for stage, configs in ranked), urgent=urgent)
+    run.pool.enqueue((_identify_job(stage, fixture.case, configs) for stage, configs in ranked), urgent=urgent)
     for stage, configs in ranked:
-        run.crew.enqueue(compile_jobs(stage, bench.case, configs[: min(SURE, run.budget)]), urgent=urgent)
+        run.pool.enqueue(compile_jobs(stage, fixture.case, configs[: min(SURE, run.budget)]), urgent=urgent)
 
 
-def time_stages(run: Run, bench: Bench) -> dict[str, float]:
+def time_stages(run: Run, fixture: StageFixture) -> dict[str, float]:
     """Microseconds of every stage with its default config, measured or from the journal; empty if that fails.
 
     Raises:
         PrepareError: the workload does not run with default configs.
         DatabaseError: the journal cannot be written.
     """
-    problem, stages = bench.workload.problem(), bench.pipeline.stages_of(bench.case.problem)
+    problem, stages = fixture.workload.problem(), fixture.pipeline.stages_of(fixture.case.problem)
     prints = hashlib.sha256("".join(fingerprint(stage) for stage in stages).encode()).hexdigest()[:16]
-    study = "/".join([run.device.slug, f"{problem.key}-{bench.workload.decay}", compiler_version(), prints]) + STAGES
-    config = {"pipeline": bench.pipeline.name, "BT": bench.BT, "BC": bench.BC}
+    study = "/".join([run.device.slug, f"{problem.key}-{fixture.workload.decay}", compiler_version(), prints]) + STAGES
+    config = {"pipeline": fixture.pipeline.name, "BT": fixture.BT, "BC": fixture.BC}
     known = run.recall(study, config)
     if known is None:
         try:
-            times = run.measure(StageTimes(bench=bench), bench)
+            times = run.measure(StageTimes(fixture=fixture), fixture)
         except WorkerFailure:  # the searches will show what is wrong
             return {}
         total = sum(times.values())
@@ -128,7 +135,7 @@ def _identify_job(stage: Stage, case: Case, ranked: Sequence[Config]) -> Identif
 
 
 def name_study(
-    run: Run, bench: Bench, stage: Stage, candidates: Sequence[Config], deadline: float | None = None
+    run: Run, fixture: StageFixture, stage: Stage, candidates: Sequence[Config], deadline: float | None = None
 ) -> str:
     """Identity of what is searched: equal for two workloads if the same kernels run on as many tokens.
 
@@ -136,11 +143,11 @@ def name_study(
     after the gate are the same for all gate modes, and only one stage depends on BC. Where the deadline passes first,
     nothing will be searched, and the problem itself takes their place.
     """
-    case, problem = bench.case, bench.workload.problem()
+    case, problem = fixture.case, fixture.workload.problem()
     ranked = rank_by_distance(candidates, stage.default(case))
     kernels = repr((problem.without_lengths(), case.BT, case.BC))
-    with contextlib.suppress(OutOfTime):
-        found = run.crew.result(_identify_job(stage, case, ranked), deadline=deadline)
+    with contextlib.suppress(DeadlineExceeded):
+        found = run.pool.result(_identify_job(stage, case, ranked), deadline=deadline)
         kernels = kernels if isinstance(found, WorkerFailure) else found
     digest = hashlib.sha256("\n".join([fingerprint(stage), kernels, *map(repr, candidates)]).encode())
     key = Key.of(problem)
@@ -176,7 +183,7 @@ class _Search:
     """State of one stage's search."""
 
     run: Run
-    bench: Bench
+    fixture: StageFixture
     stage: Stage
     of: int
     default: Config
@@ -192,26 +199,26 @@ class _Search:
     def evaluate(self, config: Config) -> Outcome:
         deadline = self.limit if len(self.trials) < SURE else self.deadline
         if deadline is not None and time.monotonic() > deadline:
-            raise OutOfTime
-        case, crew = self.bench.case, self.run.crew
+            raise DeadlineExceeded
+        case, pool = self.fixture.case, self.run.pool
         (job,) = compile_jobs(self.stage, case, [config])
-        stages = self.bench.pipeline.stages_of(case.problem)
+        stages = self.fixture.pipeline.stages_of(case.problem)
         others = [one for s in stages for one in compile_jobs(s, case, [s.default(case)])]
-        crew.hurry([*others, job])
+        pool.prioritize([*others, job])
         for other in others:  # the measuring process runs them to make this stage's inputs
-            crew.result(other, deadline=deadline)
-        compiled = crew.result(job, deadline=deadline)
+            pool.result(other, deadline=deadline)
+        compiled = pool.result(job, deadline=deadline)
         if isinstance(compiled, WorkerFailure):
             return describe_failure(compiled)
         trial = StageTrial(
-            bench=self.bench,
+            fixture=self.fixture,
             stage=self.stage,
             config=config,
             incumbent_us=self.best_us,
             timeout_s=_TRIAL_TIMEOUT_S[self.run.device.kind],
         )
         try:
-            return self.run.measure(trial, self.bench)
+            return self.run.measure(trial, self.fixture)
         except WorkerFailure as failure:
             return describe_failure(failure)
 
@@ -220,7 +227,7 @@ class _Search:
         default = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
         self.run.emit(
             TrialDone(
-                workload=self.bench.workload,
+                workload=self.fixture.workload,
                 stage=self.stage.name,
                 number=len(self.trials),
                 of=self.of,
@@ -231,9 +238,9 @@ class _Search:
         )
 
     def search(self, candidates: Sequence[Config], study: str, seeds: Sequence[Config]) -> SearchResult:
-        run, stage, case = self.run, self.stage, self.bench.case
+        run, stage, case = self.run, self.stage, self.fixture.case
         if len(candidates) <= run.budget:  # all are enumerated: the pool need not wait for what is proposed
-            run.crew.enqueue(compile_jobs(stage, case, rank_by_distance(candidates, self.default)))
+            run.pool.enqueue(compile_jobs(stage, case, rank_by_distance(candidates, self.default)))
         try:
             return search(
                 candidates,
@@ -246,10 +253,10 @@ class _Search:
                 seeds=seeds,
                 rank=lambda config: measure_distance(config, self.default),
                 on_trial=self.note,
-                prepare=lambda configs: run.crew.hurry(compile_jobs(stage, case, configs)),
-                batch=run.crew.size,
+                prepare=lambda configs: run.pool.prioritize(compile_jobs(stage, case, configs)),
+                batch=run.pool.size,
             )
-        except OutOfTime:
+        except DeadlineExceeded:
             valid = sort_valid(self.trials)
             return SearchResult(
                 best=valid[0] if valid else None,
@@ -262,7 +269,7 @@ class _Search:
 
 def tune_stage(
     run: Run,
-    bench: Bench,
+    fixture: StageFixture,
     stage: Stage,
     *,
     deadline: float | None = None,
@@ -284,27 +291,27 @@ def tune_stage(
         DatabaseError: the journal cannot be read or written.
     """
     begin = time.monotonic()
-    candidates, rejected = split_space(stage, bench.case)
-    default = stage.default(bench.case)
-    study = name_study(run, bench, stage, candidates, deadline)
+    candidates, rejected = split_space(stage, fixture.case)
+    default = stage.default(fixture.case)
+    study = name_study(run, fixture, stage, candidates, deadline)
     started = StageStarted(
-        workload=bench.workload,
+        workload=fixture.workload,
         stage=stage.name,
-        geometry=Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC),
+        variant=ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC),
         space=stage.config.size(),
         candidates=len(candidates),
         budget=min(run.budget, len(candidates)),
         rejected=rejected,
     )
     run.emit(started)
-    found = _Search(run, bench, stage, started.budget, default, share or deadline, deadline).search(
+    found = _Search(run, fixture, stage, started.budget, default, share or deadline, deadline).search(
         candidates, study, seeds
     )
-    verdict = _choose(run, bench, stage, study, found, default)
-    known = {} if verdict is None else {name: getattr(verdict, name) for name in _VERDICT}
+    comparison = _choose(run, fixture, stage, study, found, default)
+    known = {} if comparison is None else {name: getattr(comparison, name) for name in _COMPARISON}
     result = StageResult(
         stage=stage.name,
-        geometry=started.geometry,
+        variant=started.variant,
         study=study,
         default=default,
         rejected=rejected,
@@ -312,13 +319,13 @@ def tune_stage(
         seconds=time.monotonic() - begin,
         **known,
     )
-    run.emit(StageDone(workload=bench.workload, result=result))
+    run.emit(StageDone(workload=fixture.workload, result=result))
     return result
 
 
 def _choose(
-    run: Run, bench: Bench, stage: Stage, study: str, found: SearchResult, default: Config
-) -> Verdict[Config] | None:
+    run: Run, fixture: StageFixture, stage: Stage, study: str, found: SearchResult, default: Config
+) -> Comparison[Config] | None:
     """The contest of the finalists and the default; None if nothing is valid."""
     valid = sort_valid(found.trials)
     if not valid:
@@ -329,22 +336,22 @@ def _choose(
     if base and default not in configs:
         configs.append(default)
     if len(configs) == 1:
-        return _believe(valid[0], base)
-    request = StageContest(bench=bench, stage=stage, configs=tuple(configs), rounds=ROUNDS[run.device.kind])
-    entrants = {config: config.as_dict() for config in configs}
+        return _single_result(valid[0], base)
+    request = StageContest(fixture=fixture, stage=stage, configs=tuple(configs), rounds=ROUNDS[run.device.kind])
+    candidates = {config: config.as_dict() for config in configs}
     order = tuple(stage.config.space())
     try:
-        return hold_contest(
-            run, study, entrants, request, default=default if base else None, fixed_order=order, bench=bench
+        return hold_final(
+            run, study, candidates, request, default=default if base else None, fixed_order=order, fixture=fixture
         )
     except WorkerFailure:  # what ran alone does not run in turns: a gain cannot be shown
-        return _believe(base or valid[0], base)
+        return _single_result(base or valid[0], base)
 
 
-def _believe(trial: Evaluation, base: Evaluation | None) -> Verdict[Config]:
-    """A verdict without a contest."""
+def _single_result(trial: Evaluation, base: Evaluation | None) -> Comparison[Config]:
+    """A comparison without a contest."""
     median, mad = summarise(trial.outcome.samples_us)
-    return Verdict(
+    return Comparison(
         winner=trial.config,
         median_us=median,
         mad_us=mad,

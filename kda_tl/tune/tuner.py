@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kda_tl.bench.fixtures import Bench
+from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
 from kda_tl.core.packages import importing
@@ -22,9 +22,9 @@ from kda_tl.core.stage import Config, Plan, Stage
 from kda_tl.database import store
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.runtime.compile import require_compiler
-from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, resolve
+from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, select_plan
 from kda_tl.tune.events import (
-    Geometry,
+    ChunkVariant,
     OnEvent,
     PartStarted,
     RunStarted,
@@ -37,11 +37,11 @@ from kda_tl.tune.events import (
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.journal import Journal
 from kda_tl.tune.plan_search import OBJECTIVES, compete, default_plans, plan_of, require_pipeline, searched_pipelines
-from kda_tl.tune.pool import Crew
+from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.requests import WarmUp
-from kda_tl.tune.screening import choose_geometries, prefetch_plans, screen
+from kda_tl.tune.screening import choose_variants, prefetch_plans, screen
 from kda_tl.tune.session import Run, load_known
-from kda_tl.tune.stage_search import count_cores, make_bench, prefetch, time_stages, tune_stage
+from kda_tl.tune.stage_search import count_cores, make_fixture, prefetch, time_stages, tune_stage
 
 DEFAULT_BUDGET = 64
 DEFAULT_OBJECTIVE = "balanced"
@@ -109,9 +109,9 @@ def tune(
     overlap = device.kind == "cuda"
     emit = on_event or (lambda event: None)
     reports = []
-    with Crew(jobs or max(1, count_cores() - overlap), overlap=overlap) as crew:
+    with WorkerPool(jobs or max(1, count_cores() - overlap), overlap=overlap) as pool:
         shared = Run(
-            crew=crew,
+            pool=pool,
             device=device,
             journal=journals[0],
             budget=budget,
@@ -127,14 +127,14 @@ def tune(
                 workloads=len(workloads),
                 limit_s=timeout_s,
                 kernels=forecast.count_kernels(),
-                jobs=crew.size,
+                jobs=pool.size,
                 about_s=forecast.left_s(),
             )
         )
-        crew.warm_up(WarmUp(device=device))
+        pool.warm_up(WarmUp(device=device))
         if overlap and stage is None:  # the start of the workers is on nobody's time
             prefetch_plans(shared, workloads[0])
-            crew.await_warm()
+            pool.await_warm()
         for index, workload in enumerate(workloads):
             left_s = forecast.left_s(index)
             emit(WorkloadStarted(workload=workload, index=index, total=len(workloads), left_s=left_s))
@@ -215,17 +215,17 @@ def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: floa
         raise InputError(f"{who} {stage!r} for {report.workload.name}: pass another workload.")
     pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
     default = default_plan(problem, run.device, pipeline=pipeline.name)
-    geometry = Geometry(pipeline=pipeline.name, BT=default.BT, BC=default.BC)
-    bench = make_bench(run, report.workload, geometry)
+    variant = ChunkVariant(pipeline=pipeline.name, BT=default.BT, BC=default.BC)
+    fixture = make_fixture(run, report.workload, variant)
     chosen = next(s for s in pipeline.stages if s.name == stage)
-    result = tune_stage(run, bench, chosen, deadline=deadline)
+    result = tune_stage(run, fixture, chosen, deadline=deadline)
     return _add_stages(report, [result])
 
 
 def tune_plan(
     run: Run, report: WorkloadReport, db_dir: Path, *, deadline: float | None = None, following: Workload | None = None
 ) -> WorkloadReport:
-    """Screens geometries with default configs, tunes the stages of the best one or two, and lets plans compete.
+    """Screens variants with default configs, tunes the stages of the best one or two, and lets plans compete.
 
     Args:
         run: the tuning run.
@@ -242,27 +242,27 @@ def tune_plan(
     default = default_plan(problem, run.device, pipeline=run.pipeline)
     report = replace(report, default=default)
     end = None if deadline is None else deadline - _FINAL_SHARE * max(0.0, deadline - time.monotonic())
-    run.crew.useful_until = None
-    run.crew.drop(later=True)  # what the last workload had no time for, and prefetched for this one
-    geometries = choose_geometries(run, workload, screen(run, workload, end, following), end)
-    geometries = geometries or [Geometry(pipeline=default.pipeline, BT=default.BT, BC=default.BC)]
-    run.crew.drop(later=True)
-    prefetch(run, make_bench(run, workload, geometries[0]))
-    if run.crew.overlap and following is not None:
+    run.pool.useful_until = None
+    run.pool.drop(later=True)  # what the last workload had no time for, and prefetched for this one
+    variants = choose_variants(run, workload, screen(run, workload, end, following), end)
+    variants = variants or [ChunkVariant(pipeline=default.pipeline, BT=default.BT, BC=default.BC)]
+    run.pool.drop(later=True)
+    prefetch(run, make_fixture(run, workload, variants[0]))
+    if run.pool.overlap and following is not None:
         prefetch_plans(run, following, urgent=False)
-        for geometry in geometries if following.direction == workload.direction else ():
-            prefetch(run, make_bench(run, following, geometry), urgent=False)
+        for variant in variants if following.direction == workload.direction else ():
+            prefetch(run, make_fixture(run, following, variant), urgent=False)
     results: list[StageResult] = []
-    for number, geometry in enumerate(geometries):
+    for number, variant in enumerate(variants):
         if number and end is not None and time.monotonic() > end:  # its default plan competes
             break
-        bench = make_bench(run, workload, geometry)
-        run.emit(PartStarted(workload=workload, part="stages", count=len(bench.pipeline.stages_of(problem))))
-        results += _tune_stages(run, bench, end, _share(end, len(geometries) - number))
+        fixture = make_fixture(run, workload, variant)
+        run.emit(PartStarted(workload=workload, part="stages", count=len(fixture.pipeline.stages_of(problem))))
+        results += _tune_stages(run, fixture, end, _share(end, len(variants) - number))
     report = _add_stages(report, results)
-    run.crew.useful_until = None
-    run.crew.drop(later=False)
-    final = compete(run, workload, default, _make_plans(run, workload, geometries, results), report.counts)
+    run.pool.useful_until = None
+    run.pool.drop(later=False)
+    final = compete(run, workload, default, _make_plans(run, workload, variants, results), report.counts)
     if final.entry is None:
         return replace(report, plans=final.plans, failure="no plan computes the right numbers")
     path = store.store(db_dir, run.device, problem.operator, problem.direction, [final.entry])
@@ -270,19 +270,19 @@ def tune_plan(
 
 
 def _make_plans(
-    run: Run, workload: Workload, geometries: Sequence[Geometry], results: Sequence[StageResult]
+    run: Run, workload: Workload, variants: Sequence[ChunkVariant], results: Sequence[StageResult]
 ) -> list[Plan]:
-    """A plan a geometry; a study that two of them share counts as it ended, when the most trials were known."""
+    """A plan a variant; a study that two of them share counts as it ended, when the most trials were known."""
     latest = {result.study: result for result in results}
     plans = []
-    for geometry, default in zip(geometries, default_plans(run, workload, geometries), strict=True):
-        mine = [latest[result.study] for result in results if result.geometry == geometry]
+    for variant, default in zip(variants, default_plans(run, workload, variants), strict=True):
+        mine = [latest[result.study] for result in results if result.variant == variant]
         tuned = {result.stage: result.winner or result.default for result in mine}
-        plans.append(plan_of(geometry, dict(default.stages) | tuned))
+        plans.append(plan_of(variant, dict(default.stages) | tuned))
     return plans
 
 
-def _tune_stages(run: Run, bench: Bench, end: float | None, share: float | None) -> list[StageResult]:
+def _tune_stages(run: Run, fixture: StageFixture, end: float | None, share: float | None) -> list[StageResult]:
     """Every stage that runs, the longest first; each may take as much of the time left as it takes of the pass's time.
 
     Args:
@@ -291,29 +291,29 @@ def _tune_stages(run: Run, bench: Bench, end: float | None, share: float | None)
         end: when searching ends.
         share: when this bench's share of the time ends; until the end every stage makes its first trials all the same.
     """
-    geometry = Geometry(pipeline=bench.pipeline.name, BT=bench.BT, BC=bench.BC)
-    times = {} if end is not None and time.monotonic() > end else time_stages(run, bench)
-    launched = bench.pipeline.stages_of(bench.workload.problem())
+    variant = ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC)
+    times = {} if end is not None and time.monotonic() > end else time_stages(run, fixture)
+    launched = fixture.pipeline.stages_of(fixture.workload.problem())
     stages = sorted(launched, key=lambda stage: -times.get(stage.name, 0.0))
     results = []
     for number, stage in enumerate(stages):
-        run.crew.drop(later=False)  # what the last search had no time for
-        prefetch(run, bench, stages=stages[number:])
+        run.pool.drop(later=False)  # what the last search had no time for
+        prefetch(run, fixture, stages=stages[number:])
         left = [times.get(each.name, 0.0) for each in stages[number:]]
         part = _share(share, sum(left) / left[0] if left[0] else len(left))
-        seeds = _find_seeds(run, bench, stage, geometry)
-        result = tune_stage(run, bench, stage, deadline=end, share=part, seeds=seeds)
+        seeds = _find_seeds(run, fixture, stage, variant)
+        result = tune_stage(run, fixture, stage, deadline=end, share=part, seeds=seeds)
         if result.winner is not None:
-            run.winners[stage.name, geometry] = result.winner
+            run.winners[stage.name, variant] = result.winner
         results.append(result)
     return results
 
 
-def _find_seeds(run: Run, bench: Bench, stage: Stage, geometry: Geometry) -> list[Config]:
+def _find_seeds(run: Run, fixture: StageFixture, stage: Stage, variant: ChunkVariant) -> list[Config]:
     """What won for the last workload, and what the databases serve for this one or one near it."""
-    found = [run.winners.get((stage.name, geometry))]
-    served = resolve(bench.workload.problem(), run.device, store.sources(), chunk_size=bench.BT)
-    if served.plan is not None and served.plan.pipeline == geometry.pipeline:
+    found = [run.winners.get((stage.name, variant))]
+    served = select_plan(fixture.workload.problem(), run.device, store.sources(), chunk_size=fixture.BT)
+    if served.plan is not None and served.plan.pipeline == variant.pipeline:
         found.append(served.plan.config(stage.name))
     return [config for config in dict.fromkeys(found) if config is not None]
 

@@ -21,7 +21,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, join_chunks, split_chunks
 from kda_tl.templates.common.slopes import Slopes
@@ -90,9 +90,9 @@ def reference(
 class BwdGateConfig(Config):
     """BK: channels a block scans at once, or heads of a scalar gate; threads a block; unroll: rows loaded at once."""
 
-    BK: int = axis(128, 32, 64, 128, 256)
-    threads: int = axis(64, 32, 64, 128)
-    unroll: int = axis(16, 8, 16, 32)
+    BK: int = tunable(128, 32, 64, 128, 256)
+    threads: int = tunable(64, 32, 64, 128)
+    unroll: int = tunable(16, 8, 16, 32)
 
     def reject(self, case: Case) -> str | None:
         """Every thread owns a lane and has registers for its loads; the unrolled rows divide a chunk."""
@@ -256,8 +256,8 @@ def default(case: Case) -> BwdGateConfig:
     For a scalar gate a warp over 32 heads.
     """
     if case.problem.scalar_gate:
-        return prefer(case, BwdGateConfig(BK=32, threads=32), BwdGateConfig(BK=32))
-    return prefer(case, BwdGateConfig(BK=128), BwdGateConfig(BK=64, threads=32), BwdGateConfig(BK=32, threads=32))
+        return first_valid(case, BwdGateConfig(BK=32, threads=32), BwdGateConfig(BK=32))
+    return first_valid(case, BwdGateConfig(BK=128), BwdGateConfig(BK=64, threads=32), BwdGateConfig(BK=32, threads=32))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

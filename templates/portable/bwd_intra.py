@@ -27,7 +27,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes
@@ -104,9 +104,9 @@ def reference(
 class BwdIntraConfig(Config):
     """BK: channels of q, k and g held at once; threads a block; registers: what a thread keeps to, for more blocks."""
 
-    BK: int = axis(32, 32, 64, 128)
-    threads: int = axis(128, 32, 64, 128, 256)
-    registers: int = axis(168, 128, 168, 255)
+    BK: int = tunable(32, 32, 64, 128)
+    threads: int = tunable(128, 32, 64, 128, 256)
+    registers: int = tunable(168, 128, 168, 255)
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide, every warp of a product has 16 x 8 results, registers and shared memory suffice."""
@@ -318,7 +318,9 @@ def default(case: Case) -> BwdIntraConfig:
     if case.device.kind == "cpu":
         return BwdIntraConfig()
     threads = {64: 256, 32: 128, 16: 64}[case.BT]
-    return prefer(case, *(BwdIntraConfig(BK=32, threads=threads, registers=registers) for registers in (128, 168, 255)))
+    return first_valid(
+        case, *(BwdIntraConfig(BK=32, threads=threads, registers=registers) for registers in (128, 168, 255))
+    )
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -14,7 +14,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
 
@@ -51,8 +51,8 @@ def reference(
 class BwdOutputConfig(Config):
     """BV: value channels the products take at once; threads a block."""
 
-    BV: int = axis(64, 32, 64, 128, 256)
-    threads: int = axis(128, 64, 128, 256)
+    BV: int = tunable(64, 32, 64, 128, 256)
+    threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """BV divides; every warp gets a 16 x 8 tile of both products; tiles fit shared memory and registers."""
@@ -121,7 +121,7 @@ def build(case: Case, config: BwdOutputConfig) -> Any:
 def default(case: Case) -> BwdOutputConfig:
     """64 channels at a time where the dimension allows; two warps where the products are small."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
-    return prefer(case, *(BwdOutputConfig(BV=BV, threads=threads) for BV in (64, 32)))
+    return first_valid(case, *(BwdOutputConfig(BV=BV, threads=threads) for BV in (64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -14,7 +14,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
 from kda_tl.templates.common.tile import Tile, annotate
 
@@ -59,8 +59,8 @@ def reference(
 class BwdQkConfig(Config):
     """rows: tokens of a chunk that a block takes; threads a block."""
 
-    rows: int = axis(16, 8, 16, 32, 64)
-    threads: int = axis(128, 64, 128, 256)
+    rows: int = tunable(16, 8, 16, 32, 64)
+    threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """Rows divide the chunk; every thread holds at least 4 channels, and not more than registers do."""
@@ -137,7 +137,7 @@ def build(case: Case, config: BwdQkConfig) -> Any:
 
 def default(case: Case) -> BwdQkConfig:
     """16 channels a thread at K = 128; more threads where K is longer."""
-    return prefer(case, BwdQkConfig(threads=256 if case.device.kind != "cpu" and case.problem.KP > 128 else 128))
+    return first_valid(case, BwdQkConfig(threads=256 if case.device.kind != "cpu" and case.problem.KP > 128 else 128))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.tile import Tile, annotate
 
 INPUTS = {
@@ -45,9 +45,9 @@ def reference(
 class BwdReduceConfig(Config):
     """BK: channels of ddt_bias a block sums, if there are several; rows: chunks it reads at once; threads a block."""
 
-    BK: int = axis(32, 32, 64, 128)
-    rows: int = axis(64, 16, 32, 64, 128)
-    threads: int = axis(128, 64, 128, 256)
+    BK: int = tunable(32, 32, 64, 128)
+    rows: int = tunable(64, 16, 32, 64, 128)
+    threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """BK divides; every thread has an element to add and can hold its share; the partial sums fit shared memory."""
@@ -136,7 +136,7 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
 
 def default(case: Case) -> BwdReduceConfig:
     """Narrow tiles: a launch has few blocks, so each should have little to add."""
-    return prefer(case, BwdReduceConfig())
+    return first_valid(case, BwdReduceConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

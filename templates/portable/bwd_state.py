@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, avoid_wgmma, rest_bytes
 
@@ -82,8 +82,8 @@ class BwdStateConfig(Config):
     A block has one warpgroup, as in fwd_state, where two are suspected to race.
     """
 
-    BV: int = axis(32, 16, 32, 64, 128)
-    num_stages: int = axis(2, 1, 2, 3, 4)
+    BV: int = tunable(32, 16, 32, 64, 128)
+    num_stages: int = tunable(2, 1, 2, 3, 4)
 
     def reject(self, case: Case) -> str | None:
         """BV divides; the pipelined tiles fit shared memory; the state's gradient fits the registers."""
@@ -202,7 +202,7 @@ def build(case: Case, config: BwdStateConfig) -> Any:
 
 def default(case: Case) -> BwdStateConfig:
     """Many thread blocks with little state each; one stage where shared memory is short."""
-    return prefer(case, *(BwdStateConfig(BV=BV, num_stages=n) for n in (2, 1) for BV in (32, 16)))
+    return first_valid(case, *(BwdStateConfig(BV=BV, num_stages=n) for n in (2, 1) for BV in (32, 16)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -25,7 +25,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import join_chunks, keep_seen, share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes, sees
@@ -115,9 +115,9 @@ class BwdWyConfig(Config):
     K, the clearing of dL too, into that loop's body (seen in its CUDA for sm_90a). Two blocks an SM overlap instead.
     """
 
-    BK: int = axis(32, 32, 64)
-    BV: int = axis(64, 32, 64, 128)
-    threads: int = axis(128, 64, 128, 256)
+    BK: int = tunable(32, 32, 64)
+    BV: int = tunable(64, 32, 64, 128)
+    threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide; every warp gets a 16 x 8 tile of each product; accumulators and tiles fit."""
@@ -329,7 +329,7 @@ def build(case: Case, config: BwdWyConfig) -> Any:
 def default(case: Case) -> BwdWyConfig:
     """Tiles of 32 key and 64 value channels, smaller where registers or shared memory are short."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
-    return prefer(case, *(BwdWyConfig(BK=32, BV=BV, threads=threads) for BV in (64, 32)))
+    return first_valid(case, *(BwdWyConfig(BK=32, BV=BV, threads=threads) for BV in (64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, split_chunks
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate
@@ -49,9 +49,9 @@ def reference(
 class FwdGateConfig(Config):
     """BK: channels a thread block scans, or heads of a scalar gate; threads a block; unroll: rows loaded at once."""
 
-    BK: int = axis(64, 32, 64, 128)
-    threads: int = axis(32, 32, 64)
-    unroll: int = axis(16, 8, 16, 32)
+    BK: int = tunable(64, 32, 64, 128)
+    threads: int = tunable(32, 32, 64)
+    unroll: int = tunable(16, 8, 16, 32)
 
     def reject(self, case: Case) -> str | None:
         """Every thread owns at least one lane, and chunks are whole multiples of the unrolled rows."""
@@ -149,7 +149,7 @@ def default(case: Case) -> FwdGateConfig:
     """A warp over 64 channels (32 where K is short): 8 bytes a thread and row. Over 32 heads for a scalar gate."""
     if case.problem.scalar_gate:
         return FwdGateConfig(BK=32)
-    return prefer(case, FwdGateConfig(BK=64), FwdGateConfig(BK=32))
+    return first_valid(case, FwdGateConfig(BK=64), FwdGateConfig(BK=32))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

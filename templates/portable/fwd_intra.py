@@ -28,7 +28,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, annotate, beta_factor, rest_bytes, sees
@@ -84,9 +84,9 @@ def reference(
 class FwdIntraConfig(Config):
     """BK: channels of q, k and g held at once; threads a block; diagonal: how pairs inside a sub-chunk are taken."""
 
-    BK: int = axis(128, 32, 64, 128, 256)
-    threads: int = axis(128, 32, 64, 128, 256)
-    diagonal: str = axis("halved", "halved", "anchored")
+    BK: int = tunable(128, 32, 64, 128, 256)
+    threads: int = tunable(128, 32, 64, 128, 256)
+    diagonal: str = tunable("halved", "halved", "anchored")
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide, exponents fit, every warp of a product has 16 x 8 results, shared memory suffices."""
@@ -289,7 +289,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
 def default(case: Case) -> FwdIntraConfig:
     """As many channels at once as K has and shared memory holds; four warps, one where the products are small."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 32
-    return prefer(case, *(FwdIntraConfig(BK=BK, threads=threads) for BK in (128, 64, 32)))
+    return first_valid(case, *(FwdIntraConfig(BK=BK, threads=threads) for BK in (128, 64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
 
@@ -45,10 +45,10 @@ def reference(
 class FwdOutputConfig(Config):
     """BK: key channels a step; BV: value channels a block; threads; num_stages: steps loaded ahead."""
 
-    BK: int = axis(64, 32, 64, 128)
-    BV: int = axis(64, 32, 64, 128)
-    threads: int = axis(128, 64, 128, 256)
-    num_stages: int = axis(1, 0, 1, 2)
+    BK: int = tunable(64, 32, 64, 128)
+    BV: int = tunable(64, 32, 64, 128)
+    threads: int = tunable(128, 64, 128, 256)
+    num_stages: int = tunable(1, 0, 1, 2)
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide; every warp gets a 16 x 8 tile; the pipelined tiles fit shared memory."""
@@ -124,7 +124,7 @@ def build(case: Case, config: FwdOutputConfig) -> Any:
 def default(case: Case) -> FwdOutputConfig:
     """64 x 64 tiles where the dimensions and shared memory allow."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
-    return prefer(case, *(FwdOutputConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
+    return first_valid(case, *(FwdOutputConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, avoid_wgmma, rest_bytes
 
 INPUTS = {
@@ -74,8 +74,8 @@ class FwdStateConfig(Config):
     (BV=128, 96 heads, H200, tilelang 0.1.15). A race on the unpipelined copy of the state is suspected, not shown.
     """
 
-    BV: int = axis(32, 16, 32, 64, 128)
-    num_stages: int = axis(2, 1, 2, 3, 4)
+    BV: int = tunable(32, 16, 32, 64, 128)
+    num_stages: int = tunable(2, 1, 2, 3, 4)
 
     def reject(self, case: Case) -> str | None:
         """BV divides; the pipelined tiles fit shared memory; the state fits the registers."""
@@ -175,7 +175,7 @@ def build(case: Case, config: FwdStateConfig) -> Any:
 
 def default(case: Case) -> FwdStateConfig:
     """Many thread blocks with little state each; one stage where shared memory is short."""
-    return prefer(case, *(FwdStateConfig(BV=BV, num_stages=n) for n in (2, 1) for BV in (32, 16)))
+    return first_valid(case, *(FwdStateConfig(BV=BV, num_stages=n) for n in (2, 1) for BV in (32, 16)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

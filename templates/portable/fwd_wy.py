@@ -14,7 +14,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes
@@ -71,9 +71,9 @@ def reference(
 class FwdWyConfig(Config):
     """BK, BV: channels of keys and values a product takes at once; threads a block."""
 
-    BK: int = axis(64, 32, 64, 128)
-    BV: int = axis(64, 32, 64, 128)
-    threads: int = axis(128, 64, 128, 256)
+    BK: int = tunable(64, 32, 64, 128)
+    BV: int = tunable(64, 32, 64, 128)
+    threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide the padded dimensions; every warp gets at least one 16 x 8 tile."""
@@ -171,7 +171,7 @@ def build(case: Case, config: FwdWyConfig) -> Any:
 def default(case: Case) -> FwdWyConfig:
     """64-channel tiles where the dimensions and shared memory allow."""
     threads = 128 if case.device.kind == "cpu" or case.BT > 16 else 64
-    return prefer(case, *(FwdWyConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
+    return first_valid(case, *(FwdWyConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -24,11 +24,11 @@ Rows of q and k are one tile of 128, 8 by 8: a thread's rows belong to one token
 
     phase            what all 8 (or 16) warps do
     load, cumsums    all is asked for, gates first; they are summed, a thread a channel of a sub-chunk, meanwhile
-    put_operands     norms; rows 8 by 8, keys and exponents, relative to anchors
+    store_operands     norms; rows 8 by 8, keys and exponents, relative to anchors
     compute_pairs    dAqk, dKK = (dO, dX) V'^T; dbeta
     sum_rows, _keys  (dO, dX) S^T and V' dS'^T, with all keys before and rows after, from anchor to anchor
     sum_gradients    dG of rows, products with the norms' gradients; the exact path overwrites all sums
-    sum_rows_after   the reverse cumsum; take_gate: dg, parts of dA_log and ddt_bias; put_gradients: dq, dk
+    sum_rows_after   the reverse cumsum; compute_gate: dg, parts of dA_log and ddt_bias; store_gradients: dq, dk
 
     tensor              exponent                    dtype  where it lives
     rows: q, k          from their own anchor       bf16   shared memory, BY_EIGHT
@@ -53,25 +53,25 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import keep_seen, share_heads, split_chunks
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, annotate
 from kda_tl.templates.portable import bwd_gate, bwd_intra, bwd_qk, fwd_gate
-from kda_tl.templates.sm90.exact import take_gradients_exactly
-from kda_tl.templates.sm90.gate_gradients import sum_rows_after, take_gate
+from kda_tl.templates.sm90.exact import exact_gradients
+from kda_tl.templates.sm90.gate_gradients import compute_gate, sum_rows_after
 from kda_tl.templates.sm90.gates import LEAST_STEP, Chunk, Gate, find_step, is_wild, reject_chunk
 from kda_tl.templates.sm90.gradients import (
     HALF,
     PAD,
     Known,
     Rows,
-    ask_operands,
-    ask_rows,
     compute_pairs,
-    put_gradients,
-    put_operands,
+    issue_operands,
+    issue_rows,
+    store_gradients,
+    store_operands,
     sum_chunk,
     sum_gradients,
     sum_keys,
@@ -183,7 +183,7 @@ def reference(
 class BwdGradientsConfig(Config):
     """threads: of a block, which has a multiprocessor alone."""
 
-    threads: int = axis(256, 256, 512)
+    threads: int = tunable(256, 256, 512)
 
     def reject(self, case: Case) -> str | None:
         """Hopper, a gate a channel, 16-bit operands of fp32's range, and shared memory."""
@@ -267,11 +267,11 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             unit[0] = gate.unit(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = gate.bias(dt_bias, i_hv, j)
-            ask_rows(g, start, count, i_hv, g_shared, lambda i: i)
+            issue_rows(g, start, count, i_hv, g_shared, lambda i: i)
             T.ptx_commit_group()
-            ask_operands(q, k, start, count, i_h, rows)
-            ask_rows(d_o, start, count, i_hv, outer, BY_EIGHT.row_of)
-            ask_rows(dv, start, count, i_hv, outer, lambda i: BY_EIGHT.row_of(i) + HALF)
+            issue_operands(q, k, start, count, i_h, rows)
+            issue_rows(d_o, start, count, i_hv, outer, BY_EIGHT.row_of)
+            issue_rows(dv, start, count, i_hv, outer, lambda i: BY_EIGHT.row_of(i) + HALF)
             T.async_copy(values[i_t, i_hv, :, :], value_shared)
             T.async_copy(states[i_t, i_hv, :, :], state_shared)
             T.async_copy(dstates[i_t, i_hv, :, :], dstate_shared)
@@ -301,7 +301,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             # operands; those that are sliced have one dimension more: of rows of a tile that warpgroups multiply, each
             # with some of its columns, TileLang 0.1.15 gives all but the first the wrong address
             keys = T.alloc_shared((NB, BC, KP), io)
-            put_operands(factor, local, middle, above, rows, keys)
+            store_operands(factor, local, middle, above, rows, keys)
 
             pairs = T.alloc_shared((2 * BT, BT), io)
             columns = [T.alloc_fragment((2 * BT, BC), io) for _ in range(NB)]
@@ -321,7 +321,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             dot = sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row)
             if not p.bounded_gate:
                 if is_wild(wild):
-                    take_gradients_exactly(
+                    exact_gradients(
                         gate,
                         (q, k, g, dt_bias, values, states, d_o, dv, dstates),
                         (i_t, i_h, i_hv, start, count),
@@ -335,7 +335,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             totals = T.alloc_shared((NB, KP), f32)
             sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix)
             if p.gate != "log":
-                take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
+                compute_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
             elif p.has_dt_bias:
                 for j in T.Parallel(KP):
                     ddt_bias_part[i_t, i_hv, j] = 0.0
@@ -346,17 +346,17 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
 
             # q and k
             if p.bounded_gate:
-                put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
+                store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
             else:
                 if T.Not(is_wild(wild)):
-                    put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
+                    store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
 
     return bwd_gradients
 
 
 def default(case: Case) -> BwdGradientsConfig:
     """One block a multiprocessor."""
-    return prefer(case, BwdGradientsConfig())
+    return first_valid(case, BwdGradientsConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -14,7 +14,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.tile import TL_DTYPE, annotate
 
 INPUTS = {
@@ -37,8 +37,8 @@ def reference(case: Case, *, dq_part: torch.Tensor, dk_part: torch.Tensor) -> di
 class BwdHeadsConfig(Config):
     """rows: tokens of a head that a block takes; threads a block."""
 
-    rows: int = axis(16, 8, 16, 32)
-    threads: int = axis(128, 64, 128, 256)
+    rows: int = tunable(16, 8, 16, 32)
+    threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """The device and channels of the stage before it; every thread has 8 bytes to add, and room for its share."""
@@ -91,7 +91,7 @@ def build(case: Case, config: BwdHeadsConfig) -> Any:
 
 def default(case: Case) -> BwdHeadsConfig:
     """16 channels of either gradient a thread at K = 128."""
-    return prefer(case, BwdHeadsConfig())
+    return first_valid(case, BwdHeadsConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -14,7 +14,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
 from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
 from kda_tl.templates.sm90.recurrence import read_state
@@ -107,7 +107,7 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
 
 def default(case: Case) -> BwdMergeConfig:
     """Many thread blocks with few rows each."""
-    return prefer(case, BwdMergeConfig())
+    return first_valid(case, BwdMergeConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -16,7 +16,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
 from kda_tl.templates.sm90.recurrence import FACTORS, TABLES, WARPGROUP, Factors
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
@@ -104,7 +104,7 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
 
 def default(case: Case) -> BwdResumeConfig:
     """One warpgroup that multiplies."""
-    return prefer(case, BwdResumeConfig())
+    return first_valid(case, BwdResumeConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

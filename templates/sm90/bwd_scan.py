@@ -17,7 +17,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate, at_state
 from kda_tl.templates.sm90.recurrence import FACTORS, ROWS, TABLES, WARPGROUP, Factors, read_state
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
@@ -110,7 +110,7 @@ def default(case: Case) -> BwdScanConfig:
     """Two warpgroups where one direction's blocks of 64 channels are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // ROWS) > case.device.num_sms
-    return prefer(case, BwdScanConfig(BV=2 * ROWS if wide else ROWS))
+    return first_valid(case, BwdScanConfig(BV=2 * ROWS if wide else ROWS))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -16,7 +16,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, annotate, at_state
 from kda_tl.templates.sm90.recurrence import (
@@ -28,8 +28,8 @@ from kda_tl.templates.sm90.recurrence import (
     RecurrenceConfig,
     find_chunks,
     layout_lower,
-    put_constants,
     read_state,
+    store_constants,
 )
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.walk import Tiles, Walk, load_backwards, walk_back_reference, walk_backwards
@@ -130,7 +130,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(A_shared, Aqk_shared))
             triangles = [A_shared, Aqk_shared]
-            put_constants(triangles)
+            store_constants(triangles)
             A_shared, Aqk_shared = triangles  # names again, see outputs.py
 
             w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
@@ -151,7 +151,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
 
 def default(case: Case) -> BwdSegmentConfig:
     """One warpgroup that multiplies."""
-    return prefer(case, BwdSegmentConfig())
+    return first_valid(case, BwdSegmentConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

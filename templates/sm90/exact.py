@@ -25,7 +25,7 @@ def read_row(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) 
 
 
 @T.macro
-def take_exactly(gate, tensors, at, factors, both, scalars):
+def exact_pairs(gate, tensors, at, factors, both, scalars):
     """A chunk's factors and pairs for decays of any size, in place of what overflowed: no exponent above 0, no anchor.
 
     Every pair of rows has its own exponentials: slow, for the rare chunk that decays below 2^-110 within eight tokens.
@@ -90,7 +90,7 @@ def take_exactly(gate, tensors, at, factors, both, scalars):
 
 
 @T.macro
-def take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
+def compute_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
     """The pair of a token that is alone in its chunk, from q and k as they came."""
     K = q.shape[2]
     product = T.alloc_fragment((1, KP), "float32")
@@ -103,7 +103,7 @@ def take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
 
 
 @T.macro
-def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
+def exact_gradients(gate, tensors, at, factors, sums, threads):
     """A chunk's gradients for decays of any size: no exponent above 0, no anchor. A thread walks rows of a channel.
 
     Every pair of rows has its own exponential: slow, for the rare chunk that decays below 2^-110 within eight tokens.
@@ -114,8 +114,8 @@ def take_gradients_exactly(gate, tensors, at, factors, sums, threads):
         at: chunk, head, value head, first token and number of tokens.
         factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
         sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
-            memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`put_gradients`. Of dG,
-            the keys' part is then 0 and the rows' part all.
+            memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`store_gradients`. Of
+            dG, the keys' part is then 0 and the rows' part all.
         threads: of the block.
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors

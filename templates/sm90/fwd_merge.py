@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
 from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
 from kda_tl.templates.sm90.recurrence import read_state
@@ -101,7 +101,7 @@ def build(case: Case, config: FwdMergeConfig) -> Any:
 
 def default(case: Case) -> FwdMergeConfig:
     """Many thread blocks with few rows each."""
-    return prefer(case, FwdMergeConfig())
+    return first_valid(case, FwdMergeConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -26,11 +26,11 @@ them (see warp.py). Chunks run from the last to the first, since the recurrence 
     sum_chunk          a warp has channels of one sub-chunk              one inside: sub-chunks meet
     find_links         the same
     normalise          four: a sub-chunk's rows each, by mma             q and k have come
-    put_operands       a thread its own rows, which it overwrites
+    store_operands       a thread its own rows, which it overwrites
     multiply_pairs     a warpgroup 64 rows, by wgmma; of two a half each operands written
-    take_exactly       all; only where a gate without a bound is wild
+    exact_pairs       all; only where a gate without a bound is wild
     substitute         two: a thread a column                            pairs written
-    put_queries        two more: Aqk to memory                           the same
+    store_queries        two more: Aqk to memory                           the same
     invert             four, by mma                                      blocks written
     the end            all: A to memory                                  inverse written
 
@@ -53,12 +53,12 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
 from kda_tl.templates.portable import fwd_gate, fwd_intra
-from kda_tl.templates.sm90.exact import PART, take_exactly, take_lone
+from kda_tl.templates.sm90.exact import PART, compute_lone, exact_pairs
 from kda_tl.templates.sm90.gates import Chunk, Gate, is_wild, load_gates, reject_chunk
 from kda_tl.templates.sm90.prep import (
     WARPGROUP,
@@ -66,8 +66,8 @@ from kda_tl.templates.sm90.prep import (
     load_rows,
     multiply_pairs,
     normalise,
-    put_operands,
-    put_queries,
+    store_operands,
+    store_queries,
     sum_chunk,
 )
 from kda_tl.templates.sm90.rows import BC, NB
@@ -137,7 +137,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA takes of each block
 class FwdPrepConfig(Config):
     """blocks: that share a multiprocessor's registers and shared memory."""
 
-    blocks: int = axis(3, 1, 2, 3)
+    blocks: int = tunable(3, 1, 2, 3)
 
     def reject(self, case: Case) -> str | None:
         """Hopper, one gate a channel, 16-bit operands whose range is that of fp32, and shared memory."""
@@ -226,13 +226,13 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
 
             # a tile for each distance between sub-chunks
             keys = [T.alloc_shared(((NB - n) * BC, KP), io) for n in range(NB)]
-            put_operands(p, sums, links, rows, factor, keys, at, k_neg, qg, kg, threads)
+            store_operands(p, sums, links, rows, factor, keys, at, k_neg, qg, kg, threads)
             both = T.alloc_shared((2 * BT, BT + 4), f32)
             multiply_pairs(rows, keys, b_factor, both, threads)
             if not p.bounded_gate:
                 if is_wild(sums.wild):
                     tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
-                    take_exactly(gate, tensors, (i_t, i_hv, i_h, start, count), factors, both, (unit[0], slope[0]))
+                    exact_pairs(gate, tensors, (i_t, i_hv, i_h, start, count), factors, both, (unit[0], slope[0]))
                     T.sync_threads()
             inverse = T.alloc_shared((BT, BT), io)
             block_rows = T.alloc_shared((BT, BC + 8), io)
@@ -240,21 +240,21 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             if thread < BT:
                 substitute(both, b_factor, block_rows, block_columns, inverse, thread)
             elif threads == WARPGROUP or thread < WARPGROUP:
-                put_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
+                store_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
             T.sync_threads()
             invert(both, b_factor, block_rows, block_columns, inverse, threads)
             T.sync_threads()
             for i, j in T.Parallel(LOWER, HALF):
                 A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
             if count == 1:
-                take_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk)
+                compute_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk)
 
     return fwd_prep
 
 
 def default(case: Case) -> FwdPrepConfig:
     """Three blocks a multiprocessor."""
-    return prefer(case, FwdPrepConfig())
+    return first_valid(case, FwdPrepConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence
@@ -97,7 +97,7 @@ def default(case: Case) -> FwdRecurrenceConfig:
     p = case.problem
     wide = p.HV * (p.V // 64) > case.device.num_sms
     configs = [FwdRecurrenceConfig(BV=128, early=early) for early in (False, True)] if wide else []
-    return prefer(case, *configs, FwdRecurrenceConfig())
+    return first_valid(case, *configs, FwdRecurrenceConfig())
 
 
 def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid
 from kda_tl.templates.common.tile import FP32_TOLERANCE
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, recurrence_reference
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence
@@ -62,7 +62,7 @@ def build(case: Case, config: FwdResumeConfig) -> Any:
 
 def default(case: Case) -> FwdResumeConfig:
     """One warpgroup that multiplies."""
-    return prefer(case, FwdResumeConfig())
+    return first_valid(case, FwdResumeConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

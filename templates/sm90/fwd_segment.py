@@ -20,7 +20,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, axis, prefer
+from kda_tl.core.stage import Case, Cost, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, annotate
 from kda_tl.templates.sm90.recurrence import (
@@ -32,7 +32,7 @@ from kda_tl.templates.sm90.recurrence import (
     layout_lower,
     load_lower,
     load_values,
-    put_constants,
+    store_constants,
     walk_reference,
 )
 
@@ -89,8 +89,8 @@ class FwdSegmentConfig(RecurrenceConfig):
     chunks loaded ahead.
     """
 
-    BK: int = axis(128, 64, 128)
-    BV: int = axis(128, 64, 128)
+    BK: int = tunable(128, 64, 128)
+    BV: int = tunable(128, 64, 128)
 
     def reject(self, case: Case) -> str | None:
         """As the recurrence; rows of the transition are shared out too."""
@@ -162,7 +162,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             T.annotate_layout(layout_lower(A_shared))
             if thread < stages:
                 stop[thread] = 0
-            put_constants([A_shared])
+            store_constants([A_shared])
 
             if thread < consumers:
                 state = T.alloc_fragment((BK, KP), f32)
@@ -230,7 +230,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
 
 def default(case: Case) -> FwdSegmentConfig:
     """Two warpgroups that multiply what one loads."""
-    return prefer(case, FwdSegmentConfig())
+    return first_valid(case, FwdSegmentConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
@@ -260,5 +260,5 @@ STAGE = Stage(
     # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
     tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
     # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
-    weightless={"transition": 0.05},
+    rms_floor={"transition": 0.05},
 )

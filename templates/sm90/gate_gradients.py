@@ -50,7 +50,7 @@ def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffi
 
 
 @T.macro
-def take_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
+def compute_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
     """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters.
 
     Args:

@@ -58,7 +58,7 @@ class Known:
 
 
 @T.macro
-def ask_rows(x, start, count, i_h, rows, place):
+def issue_rows(x, start, count, i_h, rows, place):
     """A chunk's rows on their way to shared memory, each to its place; zeros past the chunk's end."""
     K = x.shape[2]
     for i, j in T.Parallel(BT, K, annotations=ASYNC):
@@ -66,7 +66,7 @@ def ask_rows(x, start, count, i_h, rows, place):
 
 
 @T.macro
-def ask_operands(q, k, start, count, i_h, rows):
+def issue_operands(q, k, start, count, i_h, rows):
     """The same of q and k: a sub-chunk's 16 of one above 16 of the other."""
     K = q.shape[2]
     for i, j in T.Parallel(BT, K, annotations=ASYNC):
@@ -76,7 +76,7 @@ def ask_operands(q, k, start, count, i_h, rows):
 
 
 @T.macro
-def put_operands(factor, local, middle, above, rows, keys):
+def store_operands(factor, local, middle, above, rows, keys):
     """Rows of q and k, and keys, relative to the anchors of their sub-chunks, and the exponents from there.
 
     Args:
@@ -290,7 +290,7 @@ def sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row):
 
 
 @T.macro
-def put_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written):
+def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written):
     """Gradients of q and k from the sums of a chunk, by way of shared memory.
 
     Args:

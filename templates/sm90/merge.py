@@ -17,7 +17,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.core.stage import Case, Config, axis
+from kda_tl.core.stage import Case, Config, tunable
 from kda_tl.templates.common.tile import at_state
 
 SPLIT = "bfloat16"  # has the range of fp32
@@ -27,8 +27,8 @@ SPLIT = "bfloat16"  # has the range of fp32
 class MergeConfig(Config):
     """BV: rows a thread block owns; threads a block."""
 
-    BV: int = axis(16, 16, 32)
-    threads: int = axis(256, 128, 256)
+    BV: int = tunable(16, 16, 32)
+    threads: int = tunable(256, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """The device of the stages around it, and shared memory."""

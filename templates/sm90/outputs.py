@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import tilelang.language as T
 
-from kda_tl.core.stage import Case, axis
+from kda_tl.core.stage import Case, tunable
 from kda_tl.templates.common.tile import TL_DTYPE, annotate
 from kda_tl.templates.sm90.recurrence import (
     FACTORS,
@@ -41,18 +41,18 @@ from kda_tl.templates.sm90.recurrence import (
     WARPGROUP,
     Factors,
     RecurrenceConfig,
-    ask_transposed,
     find_chunks,
     finish_values,
+    issue_transposed,
     layout_lower,
     load_lower,
     load_parts,
     load_values,
     name_tiles,
-    put_constants,
-    put_final,
-    put_output,
-    put_state,
+    store_constants,
+    store_final,
+    store_output,
+    store_state,
 )
 from kda_tl.templates.sm90.ring import Ring
 
@@ -79,7 +79,7 @@ class OutputConfig(RecurrenceConfig):
     """Of a stage with output. early: whether values are multiplied before all of their chunk has come."""
 
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128, 256)
-    early: bool = axis(True, True, False)
+    early: bool = tunable(True, True, False)
 
     def late_stages(self, case: Case) -> int:
         """Chunks of which all is loaded ahead; of wide ones only what comes first is, for lack of shared memory."""
@@ -179,7 +179,7 @@ class Registers:
 @T.macro
 def issue_values(z, x, tiles, group, slot):
     """V^T, and where the state is rounded whole S^T k_neg^T, on their way."""
-    ask_transposed(tiles.v[group], tiles.identity, slot, x.value)
+    issue_transposed(tiles.v[group], tiles.identity, slot, x.value)
     if z.rounds_whole:
         T.wgmma_gemm(x.state_io, tiles.factors.k_neg[0][slot, :, :], x.value, transpose_B=True, policy=BY_ROWS)
 
@@ -255,8 +255,8 @@ def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, 
             first_ring.wait(slot, turn)
             issue_values(z, x, tiles, group, slot)
             if p.intermediate_states:
-                put_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
-            put_output(output, tiles.o[group], o, start + (c - 1) * BT, start, end, i_h, v0)
+                store_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
+            store_output(output, tiles.o[group], o, start + (c - 1) * BT, start, end, i_h, v0)
             if not z.rounds_whole:
                 multiply_parts(x, tiles.factors.k_neg, tiles.factors.qg, slot)
             finish_values(value, value_io)
@@ -268,9 +268,9 @@ def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, 
             compute_output(z, x, tiles.factors, late)
             rest_ring.release(late)
             step = step + 1
-        put_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
+        store_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
         if p.final_state:
-            put_final(p, state, tensors.ht, segments, i_s, i_h, v0)
+            store_final(p, state, tensors.ht, segments, i_s, i_h, v0)
 
 
 @T.macro
@@ -335,7 +335,7 @@ def recur(z, load_state, i_block, blocks, tensors):
     thread = T.get_thread_binding()
     T.annotate_layout(layout_lower(A_shared, Aqk_shared))
     triangles = [A_shared, Aqk_shared]
-    put_constants(triangles, [unit])
+    store_constants(triangles, [unit])
     # Names again: a macro's loop gives tiles its variable's, and TileLang 0.1.15 lays them into memory by their names
     A_shared, Aqk_shared = triangles
 

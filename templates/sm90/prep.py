@@ -165,7 +165,7 @@ def normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads):
 
 
 @T.macro
-def put_operands(p, x, links, rows, factor, keys, at, k_neg, qg, kg, threads):
+def store_operands(p, x, links, rows, factor, keys, at, k_neg, qg, kg, threads):
     """Operands, where a thread reads and overwrites its own rows, and the three factors of a chunk, to memory.
 
     Args:
@@ -272,7 +272,7 @@ def multiply_first(rows, keys, own_0, next_0):
 
 
 @T.macro
-def put_pairs(tile, first, left, both):
+def store_pairs(tile, first, left, both):
     """Blocks of a product whose rows and keys belong together."""
     rows, columns = tile.shape
     for r, c in T.Parallel(rows, columns):
@@ -281,7 +281,7 @@ def put_pairs(tile, first, left, both):
 
 
 @T.macro
-def take_pairs(own, others, b_factor, both):
+def compute_pairs(own, others, b_factor, both):
     """Products to where their pairs belong, those of a sub-chunk with itself masked, L's with beta.
 
     Args:
@@ -298,14 +298,14 @@ def take_pairs(own, others, b_factor, both):
             above = T.if_then_else(r % BC >= c % BC, tile[r, c], 0.0)
             tile[r, c] = T.if_then_else(r % (2 * BC) >= BC, tile[r, c] * step_size, above)
     for first, tile in own:
-        put_pairs(tile, first, first, both)
+        store_pairs(tile, first, first, both)
     for first, left, tile in others:
-        put_pairs(tile, first, left, both)
+        store_pairs(tile, first, left, both)
 
 
 @T.macro
 def multiply_pairs(rows, keys, b_factor, both, threads):
-    """All pairs of a chunk; arguments as of :func:`take_pairs`, and the operands."""
+    """All pairs of a chunk; arguments as of :func:`compute_pairs`, and the operands."""
     BT, thread, f32 = rows.shape[0] // 2, T.get_thread_binding(), "float32"
     own_0 = T.alloc_fragment((BT, 2 * BC), f32)
     own_2 = T.alloc_fragment((BT, 2 * BC), f32)
@@ -324,21 +324,21 @@ def multiply_pairs(rows, keys, b_factor, both, threads):
             T.wait_wgmma(0)
         T.sync_threads()
         if thread < WARPGROUP:
-            take_pairs([(2, own_2)], [(2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+            compute_pairs([(2, own_2)], [(2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
         else:
-            take_pairs([(0, own_0)], [(0, 0, next_0)], b_factor, both)
+            compute_pairs([(0, own_0)], [(0, 0, next_0)], b_factor, both)
     else:
         multiply_later(rows, keys, own_2, next_2, second, third)
         multiply_first(rows, keys, own_0, next_0)
         T.wait_wgmma(0)
         T.sync_threads()
         nearest = [(0, own_0), (2, own_2)]
-        take_pairs(nearest, [(0, 0, next_0), (2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
+        compute_pairs(nearest, [(0, 0, next_0), (2, 1, next_2), (2, 0, second), (2, 0, third)], b_factor, both)
     T.sync_threads()
 
 
 @T.macro
-def put_queries(both, thread, i_t, i_hv, Aqk, inverse):
+def store_queries(both, thread, i_t, i_hv, Aqk, inverse):
     """Aqk to where it belongs, and zeros above the inverse's diagonal, by 64 threads."""
     HALF = Aqk.shape[3]
     pairs = T.alloc_local((8,), "float32")

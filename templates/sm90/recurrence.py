@@ -16,7 +16,7 @@ import torch
 from tilelang import tvm
 from tilelang.layout import make_half_bank_swizzled_layout
 
-from kda_tl.core.stage import Case, Config, axis
+from kda_tl.core.stage import Case, Config, tunable
 from kda_tl.templates.common.chunks import unpack_lower
 from kda_tl.templates.common.tile import at_state
 
@@ -55,8 +55,8 @@ class RecurrenceConfig(Config):
     """BV: rows of the transposed state a block owns, 64 a multiplying warpgroup; num_stages: chunks loaded ahead."""
 
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128)  # channels of a key that the stage is written for
-    BV: int = axis(64, 64, 128)
-    num_stages: int = axis(2, 2, 3)
+    BV: int = tunable(64, 64, 128)
+    num_stages: int = tunable(2, 2, 3)
 
     def reject(self, case: Case) -> str | None:
         """Hopper, 16-bit operands, dimensions in whole tiles of the matrix unit, and shared memory."""
@@ -175,7 +175,7 @@ def load_parts(x, i_t, i_h, tiles, slot, ready):
 
 
 @T.macro
-def put_constants(triangles, units=()):
+def store_constants(triangles, units=()):
     """Zeros where triangles are never loaded, and unit matrices, in shared memory, by all threads."""
     for tile in triangles:
         stages, BT, _ = tile.shape
@@ -189,16 +189,16 @@ def put_constants(triangles, units=()):
 
 
 @T.macro
-def ask_transposed(v_shared, unit, slot, value):
+def issue_transposed(v_shared, unit, slot, value):
     """V^T of the chunk in a slot, under way: what shared memory holds, read transposed, times one."""
     rows = T.GemmWarpPolicy.FullRow
     T.wgmma_gemm(v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows)
 
 
 @T.macro
-def ask_values(v_shared, n_shared, unit, slot, state_io, value):
+def issue_values(v_shared, n_shared, unit, slot, state_io, value):
     """V^T + S^T k_neg^T of the chunk in a slot, under way."""
-    ask_transposed(v_shared, unit, slot, value)
+    issue_transposed(v_shared, unit, slot, value)
     T.wgmma_gemm(state_io, n_shared[slot, :, :], value, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
 
@@ -211,7 +211,7 @@ def finish_values(value, value_io):
 
 
 @T.macro
-def put_output(output, o_shared, o, first, start, end, i_h, v0):
+def store_output(output, o_shared, o, first, start, end, i_h, v0):
     """Rows of the chunk that begins at token ``first``, if they lie between ``start`` and ``end``.
 
     It is called a chunk later, while values are multiplied.
@@ -225,7 +225,7 @@ def put_output(output, o_shared, o, first, start, end, i_h, v0):
 
 
 @T.macro
-def put_state(parts, h_shared, h, i_t, i_h, v0):
+def store_state(parts, h_shared, h, i_t, i_h, v0):
     """The state before a chunk, as it was multiplied, by way of shared memory, which transposes it."""
     for m, part in enumerate(parts):
         BV, width = part.shape
@@ -236,7 +236,7 @@ def put_state(parts, h_shared, h, i_t, i_h, v0):
 
 
 @T.macro
-def put_final(p, state, ht, segments, i_s, i_h, v0):
+def store_final(p, state, ht, segments, i_s, i_h, v0):
     """The state after a segment that ends its sequence."""
     ends = segments[i_s, 3]
     for m, part in enumerate(state):

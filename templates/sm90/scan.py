@@ -20,11 +20,11 @@ from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     Factors,
     RecurrenceConfig,
-    ask_values,
     find_chunks,
     finish_values,
+    issue_values,
     layout_lower,
-    put_constants,
+    store_constants,
 )
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.walk import (
@@ -35,7 +35,7 @@ from kda_tl.templates.sm90.walk import (
     decay_state,
     load_backwards,
     load_chunk,
-    put_tiles,
+    store_tiles,
     walk_back_reference,
     walk_backwards,
 )
@@ -116,14 +116,14 @@ def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
     for c in T.serial(w.chunks):
         slot, phase = ring.place_to_read(c)
         ring.wait(slot, phase)
-        ask_values(tiles.x, held.k_neg, held.Aqk[0, :, :], slot, state_io, value)
+        issue_values(tiles.x, held.k_neg, held.Aqk[0, :, :], slot, state_io, value)
         finish_values(value, value_io)
         T.wgmma_gemm(value_io, held.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
         decay_state(state, held.decay, slot)
         finish_values(value, value_io)
         T.wgmma_gemm(value_io, held.kg[slot, :, :], state, policy=BY_ROWS)
         stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
-        put_tiles((state_io, value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
+        store_tiles((state_io, value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(state, num_regs=p.KP // 2)
         ring.release(slot)
@@ -132,7 +132,7 @@ def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
 
 
 @T.macro
-def put_gradient(p, state, dh0, cut, w):
+def store_gradient(p, state, dh0, cut, w):
     """The gradient of an initial state; where sequences are cut only their first segments have one."""
     if p.initial_state:
         for i, j in T.Parallel(*state.shape):
@@ -198,7 +198,7 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
         if T.Not(back):
             Aqk_shared[0, i, j] = T.if_then_else(i == j, 1.0, 0.0)
     triangles = [A_shared, Aqk_shared]
-    put_constants(triangles)
+    store_constants(triangles)
     A_shared, Aqk_shared = triangles  # names again, see outputs.py
 
     w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
@@ -209,7 +209,7 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
         if back:
             kept = Kept(x.dstates, x.dv, state_shared, dv_shared)
             state = walk_backwards(case, config, load_state, x.ends, tiles, ring, w, kept)
-            put_gradient(p, state, x.dh0, cut, w)
+            store_gradient(p, state, x.dh0, cut, w)
         else:
             kept = Kept(x.states, x.values, state_shared, value_shared)
             walk_forwards(case, config, load_state, x.starts, tiles, ring, w, kept)

@@ -22,7 +22,7 @@ import torch
 
 from kda_tl.templates.common.chunks import unpack_lower
 from kda_tl.templates.common.tile import TL_DTYPE
-from kda_tl.templates.sm90.recurrence import Factors, finish_values, load_lower, load_values, put_output
+from kda_tl.templates.sm90.recurrence import Factors, finish_values, load_lower, load_values, store_output
 
 BARRIER = 1  # a named one, of the threads that multiply
 BY_ROWS = T.GemmWarpPolicy.FullRow
@@ -72,7 +72,7 @@ def _store(shared, x, i_t, i_h, v0, threads):
     T.tma_copy(shared, x[i_t, i_h, v0 : v0 + shared.shape[0], :], leader_scope_threads=threads)
 
 
-def put_tiles(
+def store_tiles(
     tiles: Sequence[Any], shared: Sequence[Any], tensors: Sequence[Any], i_t: Any, i_h: Any, v0: Any, threads: int
 ) -> None:
     """Fragments ``[BV, width]`` to their rows of a chunk, by way of shared memory; does not wait for the stores.
@@ -102,7 +102,7 @@ class Walk:
 
     Attributes:
         i_s: the segment.
-        i_n: its sequence, or what else load_state and put_state ask for.
+        i_n: its sequence, or what else load_state and store_state ask for.
         i_h: the value head.
         v0: the first row of the state.
         first: the first chunk.
@@ -212,7 +212,7 @@ def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
         finish_values(value, value_io)
         T.wgmma_gemm(value_io, held.A[slot, :, :], value, clear_accum=True, policy=BY_ROWS)
         if kept is not None:
-            put_tiles((state_io,), (kept.state_shared,), (kept.state,), w.first + i_c, w.i_h, w.v0, config.consumers)
+            store_tiles((state_io,), (kept.state_shared,), (kept.state,), w.first + i_c, w.i_h, w.v0, config.consumers)
         decay_state(state, held.decay, slot)
         T.wgmma_gemm(tiles.x[slot, :, :], held.qg[slot, :, :], state, transpose_A=True, policy=BY_ROWS)
         T.wait_wgmma(1)
@@ -220,7 +220,7 @@ def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
         T.copy(value, value_io)
         T.wgmma_gemm(value_io, held.k_neg[slot, :, :], state, policy=BY_ROWS)
         if kept is not None:
-            put_output(value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
+            store_output(value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(state, num_regs=p.KP // 2)
         ring.release(slot)

@@ -80,13 +80,13 @@ class Simulation:
             return Rounds(medians_us=[[self.plan_us(plan)] * request.rounds for plan in request.plans], reps=3)
         if isinstance(request, StageTrial):
             us = self.stage_us(request.stage.name) * (
-                1 if request.config == request.stage.default(request.bench.case) else 1.05
+                1 if request.config == request.stage.default(request.fixture.case) else 1.05
             )
             return Outcome(status="ok", median_us=us, samples_us=[us] * 3)
         if isinstance(request, StageContest):
             return Rounds(medians_us=[[1.0] * request.rounds for _ in request.configs], reps=3)
         if type(request).__name__ == "StageTimes":
-            return {stage.name: self.stage_us(stage.name) for stage in request.bench.pipeline.stages}
+            return {stage.name: self.stage_us(stage.name) for stage in request.fixture.pipeline.stages}
         return None
 
 
