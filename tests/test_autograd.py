@@ -349,7 +349,7 @@ def test_without_a_plan_of_those_chunks_they_are_made_again(
             raise InputError("no room")
         return select_cached(problem, device, 16 if problem.direction == "bwd" else chunk_size)
 
-    monkeypatch.setattr("kda_tl.ops.call.choose", choose_short)
+    monkeypatch.setattr("kda_tl.ops.call.select_cached", choose_short)
     kda_tl.ops.call._choose_chunks.cache_clear()
     assert_right(draw_call(SMALL, (70,), seed, varlen=False), disable_recompute=True)
     kda_tl.ops.call._choose_chunks.cache_clear()

@@ -114,7 +114,7 @@ def forgetful() -> Iterator[None]:
 
     def forget() -> None:
         dispatch._settings.cache_clear()
-        for memory in (dispatch._choices, call_module._ready, call_module._warned):
+        for memory in (dispatch._choices, call_module._bound_calls, call_module._warned):
             memory.clear()
 
     forget()
@@ -492,7 +492,9 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture
 def planned_only(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are planned, but nothing is compiled for them."""
-    monkeypatch.setattr(call_module, "prepare", lambda problem, *args: (dispatch.select_cached(problem, *args), None))
+    monkeypatch.setattr(
+        call_module, "load_program", lambda problem, *args: (dispatch.select_cached(problem, *args), None)
+    )
     monkeypatch.setattr(call_module, "build_program", lambda *args, **kwargs: None)
 
 
@@ -504,7 +506,7 @@ def test_every_argument_is_part_of_the_signature(name: str, planned_only: None) 
     before = bind_call(first)
     found = bind_call(second)
     assert found != before, "they are to differ"
-    call_module._ready.clear()
+    call_module._bound_calls.clear()
     assert bind_call(second) == found
 
 
@@ -519,13 +521,13 @@ def test_a_refused_flag_is_part_of_the_signature(planned_only: None) -> None:
 def test_packed_and_dense_are_planned_apart(seed: int, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence of T tokens either way, but plans are tuned for packed sequences and dense batches apart."""
     asked: list[bool] = []
-    prepare = call_module.prepare
+    load = call_module.load_program
 
     def record(problem: Problem, *args: Any) -> Any:
         asked.append(problem.varlen)
-        return prepare(problem, *args)
+        return load(problem, *args)
 
-    monkeypatch.setattr(call_module, "prepare", record)
+    monkeypatch.setattr(call_module, "load_program", record)
     for varlen in (False, True):
         assert_right(draw_call(SMALL, (70,), seed, varlen=varlen))
     assert asked == [False, True]
@@ -580,8 +582,8 @@ def test_warm_call_is_silent_and_leaves_nothing_behind(seed: int) -> None:
     call = draw_call(SMALL, (70,), seed, varlen=False)
     arguments = operator_arguments(call)
     chunk_kda(**arguments)
-    known = len(call_module._ready), len(dispatch._choices)
+    known = len(call_module._bound_calls), len(dispatch._choices)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chunk_kda(**arguments)
-    assert (len(call_module._ready), len(dispatch._choices)) == known
+    assert (len(call_module._bound_calls), len(dispatch._choices)) == known

@@ -34,7 +34,8 @@ WITHOUT_TILELANG = """
 import contextlib, io, json, sys, warnings
 import torch
 sys.modules["tilelang"] = None
-from kda_tl import chunk_kda, cli, explain, toolchain
+from kda_tl import chunk_kda, cli, explain
+from kda_tl.core import toolchain
 from kda_tl.reference import recurrent_kda
 
 def run(*argv):

@@ -464,7 +464,7 @@ def test_what_only_the_lengths_tell_is_our_error(stub: StubRegistry, seed: int) 
 
 def no_compiler(patch: pytest.MonkeyPatch) -> None:
     choice = PlanSelection(plan=None, step="reference", source="reference", reason="no compiler found")
-    patch.setattr(fla, "choose", lambda *args: choice)
+    patch.setattr(fla, "select_cached", lambda *args: choice)
 
 
 def zeros(*shape: int, **options: Any) -> torch.Tensor:

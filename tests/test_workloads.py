@@ -76,7 +76,7 @@ def test_nothing_has_two_names() -> None:
 @pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
 def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Problem] = []
-    monkeypatch.setattr("kda_tl.ops.entry.choose", lambda problem, *_: seen.append(problem))
+    monkeypatch.setattr("kda_tl.ops.entry.select_cached", lambda problem, *_: seen.append(problem))
     small = workload.trimmed(70)
     explain(**small.inputs("cpu"))
     assert seen == [replace(small.problem(), direction="fwd")]
