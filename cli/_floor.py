@@ -44,7 +44,7 @@ class Row:
     floor_us: float
 
     @property
-    def roofline_fraction(self) -> float:
+    def share_of_floor(self) -> float:
         """1 where it runs as fast as the device can."""
         return self.floor_us / self.median_us
 

@@ -55,7 +55,7 @@ class CallRow:
     host_us: float
     peak_bytes: int | None
     floor_us: float
-    roofline_fraction: float
+    share_of_floor: float
     speed: float
     difference: float
 
@@ -151,7 +151,7 @@ def _time_calls(
             host_us=time_host(call, where, reps=100 if device.kind == "cuda" else 3),
             peak_bytes=_peak_bytes(call, where),
             floor_us=floor,
-            roofline_fraction=floor / graph_us.get(name, eager_us[name]),
+            share_of_floor=floor / graph_us.get(name, eager_us[name]),
             speed=_compare(graph_us if {name, OURS} <= graph_us.keys() else eager_us, name),
             difference=relative_error(outputs[name], outputs[OURS]),
         )

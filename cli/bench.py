@@ -176,7 +176,7 @@ def _stage_table(rows: Sequence[Row], cpu: bool) -> Any:
             format_bytes(row.bytes),
             format_number(row.bytes / row.median_us / 1e3),
             format_number(row.flops / row.median_us / scale),
-            f"{row.roofline_fraction:.1%}",
+            f"{row.share_of_floor:.1%}",
         )
     return table
 
@@ -192,7 +192,7 @@ def _call_table(rows: Sequence[CallRow]) -> Any:
             format_us(row.graph_us),
             format_us(row.host_us),
             "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-            f"{row.roofline_fraction:.1%}",
+            f"{row.share_of_floor:.1%}",
             format_ratio(row.speed),
             format_error(row.difference),
         )

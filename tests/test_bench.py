@@ -29,6 +29,7 @@ from kda_tl.core.problem import GATES
 from kda_tl.errors import InputError
 from kda_tl.reference import recurrent_kda, relative_error
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 FORWARD = select(["forward"])
 CEILINGS = Ceilings(bytes_per_s=4e12, flops_per_s=8e14, dtype="bfloat16")
 ENVIRONMENT = {"kind": "cuda", "gpu": "NVIDIA Invented", "date": "2026-01-02T03:04:05+00:00", "kda_tl": "9.8.7"}
@@ -46,7 +47,7 @@ def invent_call(name: str, us: float, graph: bool = True) -> CallRow:
         host_us=60.0,
         peak_bytes=12345678,
         floor_us=us / 7,
-        roofline_fraction=1 / 7,
+        share_of_floor=1 / 7,
         speed=1.0,
         difference=float("inf"),
     )
@@ -154,6 +155,17 @@ def test_tables_are_shown_again_without_measuring(bench: Bench, file: Path, monk
     assert re.search(r"kda_tl +33.6 ms +0.2 us +22.4 ms +60.0 us +12.3 MB +14.3% +1.00x +inf", out)
     assert "fwd_gate" in out and "cudnn left out: it has no softplus gate" in out
     assert json.loads(bench("--from", file, "--json")[1]) == json.loads(file.read_text())
+
+
+REPORTS = sorted(REPOSITORY.glob("docs/*/bench*.json"))
+OLD = REPOSITORY / "docs/h200/bench.json"  # of before `bench` measured peak memory: `--from` refuses it
+
+
+@pytest.mark.parametrize("file", [file for file in REPORTS if file != OLD], ids=lambda file: file.name)
+def test_reports_of_the_docs_can_be_shown(bench: Bench, file: Path) -> None:
+    """A field that is renamed must not make what was measured unreadable."""
+    code, out, err = bench("--from", file)
+    assert (code, err) == (0, "") and all(w["workload"] in out for w in json.loads(file.read_text())["workloads"])
 
 
 def test_tables_are_those_of_the_measuring(bench: Bench, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
 
-``make test`` draws half the stages of two plans; the shards and ``make test-all`` take all stages, for every width
-of K and V as stored.
+``make test`` draws half the stages of two plans of each pass, one of them with a K that 64 does not divide; the shards
+and ``make test-all`` take all stages, for every width of K and V as stored.
 """
 
 from __future__ import annotations
@@ -45,8 +45,24 @@ def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.R
 @pytest.mark.parametrize("half", range(2))
 @pytest.mark.parametrize("width_v", WIDTHS)
 @pytest.mark.parametrize("width_k", WIDTHS)
+def test_default_forwards_lower(width_k: int, width_v: int, half: int, rng: random.Random) -> None:
+    lower_stages("fwd", width_k, width_v, half, rng)
+
+
+@pytest.mark.rest(draws=2)
+@pytest.mark.parametrize("half", range(2))
+@pytest.mark.parametrize("width_v", WIDTHS)
+@pytest.mark.parametrize("width_k", WIDTHS)
+def test_default_backwards_lower(width_k: int, width_v: int, half: int, rng: random.Random) -> None:
+    lower_stages("bwd", width_k, width_v, half, rng)
+
+
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_default_plans_lower(direction: str, width_k: int, width_v: int, half: int, rng: random.Random) -> None:
+def test_default_plans_of_an_odd_width_lower(direction: str, rng: random.Random) -> None:
+    lower_stages(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS), rng.randrange(2), rng)
+
+
+def lower_stages(direction: str, width_k: int, width_v: int, half: int, rng: random.Random) -> None:
     """Every second stage of a plan; widths of K and V as stored."""
     K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
     gates: Problem = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), direction=direction)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kda_tl.core.problem import GATES, Problem
+from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError
 from kda_tl.ops import load_all
 from kda_tl.ops.operator import Operator
@@ -75,10 +75,10 @@ class Workload:
             raise InputError(f"packed sequences need B=1, got B={self.B}.")
         if self.B < 1 or self.T < 1:
             raise InputError(f"{self.name} needs at least one token: pass B and T, or lengths.")
-        if self.gate in GATES and self.gate not in self.declaration.gates:
+        self.problem()
+        if self.gate not in self.declaration.gates:
             gates = " or ".join(self.declaration.gates)
             raise InputError(f"{self.operator} has no {self.gate} gate: choose {gates}.")
-        self.problem()
 
     @property
     def tokens(self) -> int:

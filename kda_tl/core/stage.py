@@ -31,7 +31,7 @@ def tunable(default: Any, *choices: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a stage's kernel is built for: a problem, the chunk variant and the device.
+    """What a stage's kernel is built for: a problem, the chunk sizes and the device.
 
     Attributes:
         problem: the problem; kernels ignore its lengths.
@@ -223,7 +223,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs: a pipeline, the chunk variant, and one config a stage.
+    """What runs: a pipeline, the chunk sizes, and one config a stage.
 
     Attributes:
         pipeline: name of the pipeline.

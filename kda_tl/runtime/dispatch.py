@@ -83,7 +83,7 @@ class PlanSelection:
 
 
 def numerics_class(plan: Plan) -> str:
-    """Plans of one class give the same bits: chunk variant, how diagonals are taken, accumulation type.
+    """Plans of one class give the same bits: chunk sizes, how diagonals are taken, accumulation type.
 
     Tiles over K change the order in which products are summed, so configs that name BK are part of it.
     """

@@ -1,10 +1,10 @@
 """A pass recorded once for the sizes of a call and replayed by address.
 
 The calls a pipeline makes, the shapes they see and the order in which intermediates die are the same for every call of
-one size. So its flow is followed once with symbols; intermediates get places in one workspace, those that never live
-together sharing them; and a replay allocates the workspace and the results, writes addresses into prepared headers and
-calls each kernel's host function. With a PyTorch tensor for every intermediate, a call of five stages took the host 98
-to 115 us (H200), longer than its kernels on a short sequence.
+one size. So its flow is followed once with values that stand for tensors; intermediates get places in one workspace,
+those that never live together sharing them; and a replay allocates the workspace and the results, writes addresses into
+prepared headers and calls each kernel's host function. With a PyTorch tensor for every intermediate, a call of five
+stages took the host 98 to 115 us (H200), longer than its kernels on a short sequence.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ class Recording:
 
 
 def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -> Recording:
-    """Follows a flow with symbols in the place of tensors."""
+    """Follows a flow with values in the place of tensors."""
     launches: list[Launch] = []
     environment: dict[str, Value] = {}
     for number, stage in enumerate(flow.stages):
         kernel, tensors = kernels[stage.name], []
         for slot in kernel.slots:
             if not slot.present:
-                symbol = Value(slot.name, "absent")
+                value = Value(slot.name, "absent")
             elif slot.written:
-                symbol = environment[slot.name] = Value(slot.name, "made", born=number)
+                value = environment[slot.name] = Value(slot.name, "made", born=number)
             else:
-                symbol = environment.setdefault(slot.name, Value(slot.name, "given"))
-            symbol.slot, symbol.dies = slot, number
-            tensors.append(symbol)
+                value = environment.setdefault(slot.name, Value(slot.name, "given"))
+            value.slot, value.dies = slot, number
+            tensors.append(value)
         launches.append(Launch(kernel=kernel, tensors=tuple(tensors), numbers=stage.scalars))
     results = {name: environment.get(name) for name in flow.results}
     return Recording(sizes=sizes, launches=tuple(launches), results=results)
@@ -126,12 +126,12 @@ class Replay:
         views: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         slots = {s: s.slot for launch in recording.launches for s in launch.tensors if s.slot}
-        wanted = {name: symbol for name, symbol in recording.results.items() if symbol}
+        wanted = {name: value for name, value in recording.results.items() if value}
         inner = [s for s in slots if s.role == "made" and s not in wanted.values()]
         given = [s for s in slots if s.role == "given"]
         absent = [s for s in slots if s.role == "absent"]
         order = [*inner, *given, *wanted.values(), *absent]
-        shapes = {symbol: slot.shape(recording.sizes) for symbol, slot in slots.items()}
+        shapes = {value: slot.shape(recording.sizes) for value, slot in slots.items()}
 
         sizes_bytes = [math.prod(shapes[s]) * slots[s].dtype.itemsize for s in inner]
         offsets, self.workspace_bytes = place(sizes_bytes, [(s.born, s.dies) for s in inner])
@@ -146,10 +146,10 @@ class Replay:
         self._absent = dict.fromkeys(name for name in recording.results if name not in wanted)
         self._new_bytes = placeholder(torch.uint8, device).new_empty
 
-        address = {symbol: self._headers.address(i) for i, symbol in enumerate(order)}
+        address = {value: self._headers.address(i) for i, value in enumerate(order)}
         self._calls, self._blocks = [], []
         for launch in recording.launches:
-            block = Arguments([address[symbol] for symbol in launch.tensors], len(launch.numbers))
+            block = Arguments([address[value] for value in launch.tensors], len(launch.numbers))
             self._calls.append((launch, prepare_call(launch.kernel.function, block)))
             self._blocks.append((launch.numbers, block))
         self._numbers: list[float] = []  # those that the blocks hold

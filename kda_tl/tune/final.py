@@ -63,7 +63,7 @@ def hold_final(
         request: measures them in this order and returns :class:`kda_tl.tune.requests.Rounds`.
         default: the candidate that wins ties, None if it is not among them.
         fixed_order: which of several equally fast candidates wins.
-        bench: whose tensors the request needs.
+        fixture: whose tensors the request needs.
 
     Raises:
         WorkerFailure: the contest gave no result.

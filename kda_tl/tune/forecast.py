@@ -9,7 +9,7 @@ from kda_tl.bench.workloads import Workload
 from kda_tl.runtime.dispatch import DEFAULT_PIPELINES
 from kda_tl.tune.events import ChunkVariant
 from kda_tl.tune.plan_search import default_plans, list_kernels
-from kda_tl.tune.screening import list_geometries
+from kda_tl.tune.screening import list_variants
 from kda_tl.tune.session import Run
 from kda_tl.tune.stage_search import compile_jobs, make_fixture, split_space
 
@@ -61,7 +61,7 @@ class Forecast:
 
 def _count_work(run: Run, workload: Workload, stage: str | None) -> _Work:
     kind, problem = run.device.kind, workload.problem()
-    variants = list_geometries(run, workload)
+    variants = list_variants(run, workload)
     if not variants:  # it will fail, at once
         return _Work(frozenset(), 0.0)
     first: ChunkVariant = next(

@@ -164,7 +164,7 @@ class StageTrial:
     """Verifies, then times one config of a stage.
 
     Attributes:
-        bench: what it runs on.
+        fixture: what it runs on.
         stage: the stage.
         config: the config.
         incumbent_us: best median so far; a candidate far behind it is dropped early.

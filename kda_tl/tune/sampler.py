@@ -1,4 +1,4 @@
-"""What a search tries next: proposers are told outcomes and give configs that were not tried yet."""
+"""What a search tries next: samplers are told outcomes and give configs that were not tried yet."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class GridSampler:
         self._left = dict.fromkeys(order)
 
     def propose(self, count: int) -> list[Config]:
-        """See :class:`TPESampler`."""
+        """See :class:`Sampler`."""
         head = list(self._left)[:count]
         for config in head:
             del self._left[config]
         return head
 
     def tell(self, config: Config, outcome: Outcome) -> None:
-        """See :class:`TPESampler`."""
+        """See :class:`Sampler`."""
         self._left.pop(config, None)
 
 
@@ -86,7 +86,7 @@ class TPESampler:
         self._study = _create_study(seed)
 
     def propose(self, count: int) -> list[Config]:
-        """See :class:`TPESampler`."""
+        """See :class:`Sampler`."""
         proposed: list[Config] = []
         while len(proposed) < count and (config := self._propose_one()) is not None:
             del self._unseen[config]
@@ -94,7 +94,7 @@ class TPESampler:
         return proposed
 
     def tell(self, config: Config, outcome: Outcome) -> None:
-        """See :class:`TPESampler`."""
+        """See :class:`Sampler`."""
         self._unseen.pop(config, None)
         trial = self._asked.pop(config, None) or self._ask(config)
         value = self._worst() if outcome.median_us is None else math.log(outcome.median_us)

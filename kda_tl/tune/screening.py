@@ -55,7 +55,7 @@ def screen(
         deadline: ``time.monotonic`` when searching ends.
         following: the next workload, whose first kernels are compiled when nothing else is to be.
     """
-    variants = list_geometries(run, workload)
+    variants = list_variants(run, workload)
     firsts = first_of_pipelines(variants)
     _enqueue_plans(run, workload, firsts)
     if run.pool.overlap and following is not None:
@@ -76,7 +76,7 @@ def screen(
     return found + _screen(run, workload, _keep_possible(run, workload, others), deadline)
 
 
-def list_geometries(run: Run, workload: Workload) -> list[ChunkVariant]:
+def list_variants(run: Run, workload: Workload) -> list[ChunkVariant]:
     """Every searched pipeline with every BT that it has a config for, the largest first."""
     pipelines = searched_pipelines(run, workload)
     variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
@@ -99,7 +99,7 @@ def _keep_possible(run: Run, workload: Workload, variants: list[ChunkVariant]) -
 
 def prefetch_plans(run: Run, workload: Workload, *, urgent: bool = True) -> None:
     """Has the kernels compiled that :func:`screen` begins with."""
-    _enqueue_plans(run, workload, first_of_pipelines(list_geometries(run, workload)), urgent=urgent)
+    _enqueue_plans(run, workload, first_of_pipelines(list_variants(run, workload)), urgent=urgent)
 
 
 def _enqueue_plans(run: Run, workload: Workload, variants: Sequence[ChunkVariant], *, urgent: bool = True) -> None:

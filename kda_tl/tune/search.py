@@ -112,13 +112,13 @@ def search(
         raise InputError(f"the default {default} is not in the search space: pass one that reject() accepts.")
     candidates = list(dict.fromkeys(space))
     first = _order_first(candidates, budget, default, seeds, rank)
-    proposer: Sampler
+    sampler: Sampler
     if len(candidates) <= min(budget, exhaustive_limit):
-        proposer = GridSampler([*first, *(sorted(candidates, key=rank) if rank else candidates)])
+        sampler = GridSampler([*first, *(sorted(candidates, key=rank) if rank else candidates)])
     else:
-        proposer = TPESampler(candidates, first, seed, patience)
-    run = _Run(candidates, proposer, evaluate, study, Journal(storage) if storage is not None else None, on_trial)
-    while run.left(budget) and (configs := proposer.propose(min(max(batch, 1), run.left(budget)))):
+        sampler = TPESampler(candidates, first, seed, patience)
+    run = _Run(candidates, sampler, evaluate, study, Journal(storage) if storage is not None else None, on_trial)
+    while run.left(budget) and (configs := sampler.propose(min(max(batch, 1), run.left(budget)))):
         run.take_all(configs, budget, prepare)
     run.absorb()
     return run.result(budget, patience)
@@ -143,14 +143,14 @@ class _Run:
     def __init__(
         self,
         space: Sequence[Config],
-        proposer: Sampler,
+        sampler: Sampler,
         evaluate: Callable[[Config], Outcome],
         study: str,
         journal: Journal | None,
         on_trial: Callable[[Evaluation], None] | None,
     ) -> None:
         self.known: dict[Config, Outcome] = {}  # journaled outcomes that the replay did not come to yet
-        self._space, self._proposer, self._evaluate = space, proposer, evaluate
+        self._space, self._sampler, self._evaluate = space, sampler, evaluate
         self._study, self._journal, self._on_trial = study, journal, on_trial
         self._trials: list[Evaluation] = []
         by_key = {_key(config.as_dict()): config for config in space}
@@ -185,7 +185,7 @@ class _Run:
             self._journal.append(Trial.of(outcome, study=self._study, config=config.as_dict()))
         evaluation = Evaluation(config=config, outcome=outcome, resumed=resumed)
         self._trials.append(evaluation)
-        self._proposer.tell(config, outcome)
+        self._sampler.tell(config, outcome)
         if self._on_trial:
             self._on_trial(evaluation)
 

@@ -68,7 +68,7 @@ class Run:
 
         Args:
             request: what to run.
-            bench: whose tensors it needs.
+            fixture: whose tensors it needs.
 
         Raises:
             PrepareError: the tensors could not be made.

@@ -95,7 +95,7 @@ def prefetch(run: Run, fixture: StageFixture, *, stages: Sequence[Stage] | None 
 
     Args:
         run: the tuning run.
-        bench: what is searched.
+        fixture: what is searched.
         stages: in the order of their searches; that of the pipeline unless given.
         urgent: whether they are what is measured next.
     """
@@ -276,11 +276,11 @@ def tune_stage(
     share: float | None = None,
     seeds: Sequence[Config] = (),
 ) -> StageResult:
-    """Searches one stage on a bench and holds the contest of its finalists.
+    """Searches one stage on a fixture and compares its best configs in a final.
 
     Args:
         run: the tuning run.
-        bench: what it is measured on; its pipeline holds the stage.
+        fixture: what it is measured on; its pipeline holds the stage.
         stage: the stage.
         deadline: ``time.monotonic`` when the search ends with what it has.
         share: when it ends if it has made its first trials, the best ranked; the deadline unless given.

@@ -287,7 +287,7 @@ def _tune_stages(run: Run, fixture: StageFixture, end: float | None, share: floa
 
     Args:
         run: the tuning run.
-        bench: what they are measured on.
+        fixture: what they are measured on.
         end: when searching ends.
         share: when this bench's share of the time ends; until the end every stage makes its first trials all the same.
     """
