@@ -1,6 +1,6 @@
 """Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
 
-``make test`` draws half the stages of two plans of each pass, one of them with a K that 64 does not divide; the shards
+``make test`` draws half the stages of two plans of each pass, and of a third whose K 64 does not divide; the shards
 and ``make test-all`` take all stages, for every width of K and V as stored.
 """
 

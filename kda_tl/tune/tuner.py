@@ -289,7 +289,7 @@ def _tune_stages(run: Run, fixture: StageFixture, end: float | None, share: floa
         run: the tuning run.
         fixture: what they are measured on.
         end: when searching ends.
-        share: when this bench's share of the time ends; until the end every stage makes its first trials all the same.
+        share: when its share of the time ends; until the end every stage makes its first trials all the same.
     """
     variant = ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC)
     times = {} if end is not None and time.monotonic() > end else time_stages(run, fixture)
