@@ -53,8 +53,11 @@ class Model(nn.Module):
 def main() -> None:
     try:
         kda_tl.fla.register()
+        import fla.layers  # noqa: F401
     except kda_tl.UnsupportedError as error:  # says what to install
         sys.exit(str(error))
+    except ModuleNotFoundError as error:  # FLA's layers need more than its kernels, transformers for one
+        sys.exit(f"FLA's layers need the package {error.name}: `pip install {error.name}`.")
 
     torch.manual_seed(0)
     model = Model().to(DEVICE, DTYPE)
