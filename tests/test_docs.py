@@ -138,7 +138,7 @@ def test_the_commands_that_check_a_new_operator_pass() -> None:
 
 Point = tuple[str, str, str, str, int, int, str, str]  # GPU, operator, pass, dtype, K, V, gate, dtype of g
 DIMS = (1, 32, 33, 64, 65, 96, 97, 128, 129, 160, 161, 192, 224, 225, 256)  # around every limit
-DRAWS = 8000
+DRAWS = 14000
 
 
 def read_table() -> Iterator[tuple[str, Point]]:
