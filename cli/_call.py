@@ -105,7 +105,8 @@ def measure_errors(operator: Operator, inputs: Inputs, plan: Plan | None, direct
     if direction == "bwd":
         call = Recorded.of(operator, inputs, plan)
         outputs = dict(zip(map(gradient_name, call.leaves), call.run_backward(), strict=True))
-        truth = recurrent_gradients(arguments, *call.gradients)
+        found = recurrent_gradients(arguments, *call.gradients)  # of a scalar gate with a dimension for its channel
+        truth = {(name := gradient_name(leaf)): found[name].view_as(x) for leaf, x in call.leaves.items()}
     else:
         with torch.no_grad():
             outputs = dict(zip(("o", "ht"), make_launch(operator, inputs, direction, plan)(), strict=False))
