@@ -7,7 +7,8 @@ them, from running the stages' references in float64 on a trimmed twin. Nothing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from kda_tl.core.device import Device
 from kda_tl.core.dtypes import TORCH_DTYPE
 from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import Pipeline, operand_shapes
-from kda_tl.core.stage import Case, Config, Plan, Stage, TensorSpec
+from kda_tl.core.stage import Case, Plan, Stage
 from kda_tl.errors import CompileError
 from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.runtime.compile import Kernel, compile_stage
@@ -44,16 +45,7 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StageFixture:
-    """What a stage or plan is measured on.
-
-    Attributes:
-        pipeline: the pipeline that is run.
-        workload: the operator's inputs.
-        device: where.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk.
-        seed: of the inputs.
-    """
+    """What a stage is measured on: a pipeline that runs a workload, with chunks of BT and sub-chunks of BC tokens."""
 
     pipeline: Pipeline
     workload: Workload
@@ -211,8 +203,7 @@ def record(fixture: StageFixture) -> tuple[dict[str, Tensors], dict[str, int]]:
 def _compile_base(stage: Stage, case: Case) -> Kernel:
     """The default's kernel, or that of the first candidate that compiles where the default does not."""
     failure: CompileError | None = None
-    candidates: Iterator[Config] = stage.candidates(case)
-    for _, config in zip(range(_BASE_TRIES), (stage.default(case), *candidates), strict=False):
+    for config in itertools.islice((stage.default(case), *stage.candidates(case)), _BASE_TRIES):
         try:
             return compile_stage(stage, case, config)
         except CompileError as error:
@@ -244,8 +235,8 @@ def reference_cases(fixture: StageFixture) -> tuple[dict[str, tuple[Tensors, Ten
 def _as_operands(stage: Stage, case: Case, inputs: Tensors) -> dict[str, Any]:
     """Tensors in the types the stage's kernel reads: on the CPU target every float is fp32."""
     operands = dict(inputs)
-    for name, text in stage.inputs.items():
-        spec, value = TensorSpec.parse(text), inputs[name]
+    for name in stage.inputs:
+        spec, value = stage.specs[name], inputs[name]
         if isinstance(value, torch.Tensor) and spec.dtype != "i32":
             dtype = torch.float32 if case.device.kind == "cpu" else TORCH_DTYPE[spec.element(case.problem)]
             operands[name] = value.to(dtype).contiguous()

@@ -160,7 +160,6 @@ def time_host(launch: Launch, device: torch.device, *, reps: int = 100) -> float
 
     The device's queue is emptied every few calls, since a full one makes the host wait.
     """
-    samples = []
     timer = _CpuTimer()
     launch()
     for i in range(reps):
@@ -169,8 +168,7 @@ def time_host(launch: Launch, device: torch.device, *, reps: int = 100) -> float
         timer.start()
         launch()
         timer.stop()
-    samples = timer.read()
-    return statistics.median(samples)
+    return statistics.median(timer.read())
 
 
 def cuda_graph(launch: Launch) -> Launch:
@@ -230,8 +228,8 @@ def read_gpu_state(index: int = 0) -> dict[str, Any]:
         pynvml.nvmlInit()
         try:
             handle = _find_handle(pynvml, index)
-            state["gpu"] = _text(pynvml.nvmlDeviceGetName(handle))
-            state["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+            state["gpu"] = pynvml.nvmlDeviceGetName(handle)
+            state["driver"] = pynvml.nvmlSystemGetDriverVersion()
             state["sm_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             state["memory_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
         finally:
@@ -244,7 +242,3 @@ def _find_handle(nvml: Any, index: int) -> Any:
     with contextlib.suppress(Exception):
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
     return nvml.nvmlDeviceGetHandleByIndex(index)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

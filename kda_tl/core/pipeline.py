@@ -89,10 +89,12 @@ class Pipeline:
 
         Args:
             problem: what is called.
-            results: names of the tensors that are wanted, :meth:`results_of` the problem unless given.
+            results: names of the tensors that are wanted: all that a call of the problem gets unless given.
             given: names of tensors that need not be made: residuals.
         """
-        results = self.results_of(problem) if results is None else tuple(dict.fromkeys(results))
+        if results is None:
+            results = [name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states]
+        results = tuple(dict.fromkeys(results))
         needed, stages = set(results), list[Stage]()
         for stage in reversed(self.stages):
             reads, writes = stage.tensors_of(problem)
@@ -102,10 +104,6 @@ class Pipeline:
         last = {name: i for i, stage in enumerate(stages) for names in stage.tensors_of(problem) for name in names}
         frees = [tuple(name for name in last if last[name] == i and name not in results) for i in range(len(stages))]
         return Flow(tuple(stages), tuple(frees), results)
-
-    def results_of(self, problem: Problem) -> tuple[str, ...]:
-        """What a call of the problem gets."""
-        return tuple(name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states)
 
     def stages_of(self, problem: Problem) -> tuple[Stage, ...]:
         """The stages that are launched for a problem, in order."""

@@ -168,11 +168,6 @@ class Cost:
     flops: int
 
 
-def no_passes(case: Case) -> dict[str, Any]:
-    """Of a kernel that needs no settings of its own."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One kernel launch in a pass.
@@ -204,7 +199,7 @@ class Stage:
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
     rms_floor: Mapping[str, float] = field(default_factory=dict)
-    passes: Callable[[Case], Mapping[str, Any]] = no_passes
+    passes: Callable[[Case], Mapping[str, Any]] = lambda case: {}
 
     @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:

@@ -92,8 +92,10 @@ class Document(NamedTuple):
             raise NewerSchemaError(f"its schema {schema} is newer than {ours}, which this kda_tl reads: update kda_tl")
         if schema != ours:
             raise DatabaseError(f"its schema is {schema!r}, not {ours!r}")
-        head = decode(_Head, {"direction" if name == "pass" else name: value for name, value in values.items()}, "file")
-        return cls(gpu=head.gpu, operator=head.operator, direction=head.direction, entries=head.entries)
+        del values["schema"]
+        found = {"direction" if name == "pass" else name: value for name, value in values.items()}
+        document: Document = decode(cls, found, "file")
+        return document
 
     def format(self) -> str:
         """The file's text: sorted keys and entries, a leaf on one line, so that a diff shows which entry changed."""
@@ -105,14 +107,6 @@ class Document(NamedTuple):
             "entries": sorted(self.entries, key=_sort_rank),
         }
         return _format(values) + "\n"
-
-
-class _Head(NamedTuple):
-    schema: str
-    gpu: Gpu
-    operator: str
-    direction: str
-    entries: list[Any]
 
 
 def read_key(entry: Any) -> Key | None:

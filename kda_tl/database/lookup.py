@@ -8,7 +8,7 @@ The order (step 0, an override, and steps 4 and 5, default and reference, belong
 
 Steps are outermost: a plan measured for this bucket beats a near one of an earlier source. Within 2 and 3 all sources
 compete, the shortest distance wins, and ties go to the earlier source. An entry counts by its distance, whatever won
-its contest: that the default is best near by is worth knowing, and what won far away is not. In 2 and 3 it must be of
+there: that the default is best near by is worth knowing, and what won far away is not. In 2 and 3 it must be of
 all pipelines, not of one tuned alone. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x off the optimum on A4000
 and A6000.
 """
@@ -44,16 +44,7 @@ EXACT, NEAREST, SAME_ARCH = "exact bucket", "nearest bucket", "same architecture
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningFile:
-    """One file of a database, indexed.
-
-    Attributes:
-        path: where it was read.
-        gpu: the GPU it was measured on.
-        operator: whose plans it holds.
-        direction: of which pass.
-        entries: its valid entries by key.
-        skipped: a sentence for each entry that is not valid, and so a miss.
-    """
+    """One file of a database: its valid entries by key, and a sentence for each entry that is not valid."""
 
     path: str
     gpu: Gpu
@@ -72,15 +63,7 @@ class TuningFile:
 
     @classmethod
     def read(cls, file: Path | Traversable, folder: str) -> TuningFile:
-        """Reads one file.
-
-        Args:
-            file: the file.
-            folder: name of its folder, the slug it must be of.
-
-        Raises:
-            DatabaseError: the file as a whole cannot be used.
-        """
+        """Reads a file from the folder of a GPU's slug. Raises DatabaseError if it cannot be used as a whole."""
         document = read_document(file, folder)
         entries, skipped = {}, []
         for i, values in enumerate(document.entries):
@@ -177,12 +160,9 @@ class Hit(NamedTuple):
 
     Attributes:
         step: "exact bucket", "nearest bucket" or "same architecture".
-        database: where it was found.
-        file: its file.
-        entry: the entry.
-        distance: doublings between the two buckets, summed over heads, tokens and longest.
-        key: what was looked up.
-        device: for which device.
+        database, file: where it was found.
+        distance: :func:`measure_distance` of its key from the one that was looked up.
+        key, device: what was looked up.
     """
 
     step: str
@@ -194,46 +174,18 @@ class Hit(NamedTuple):
     device: Device
 
     @property
-    def source(self) -> str:
-        """Name of the database."""
-        return self.database.name
-
-    @property
-    def path(self) -> str:
-        """Where the file is."""
-        return self.file.path
-
-    @property
     def reason(self) -> str:
         """A sentence for people; made when asked for, since the call path does not ask."""
         gpu = self.file.gpu
         text = f"tuned on {gpu.slug}"
         if gpu.slug != self.device.slug:
             text += f" ({gpu.arch}, {gpu.sms} SMs; this {self.device.slug} has {self.device.num_sms})"
-        axes = [
-            f"{name} {theirs} instead of {ours}"
-            for name, theirs, ours in zip(
-                ("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True
-            )
-            if theirs != ours
-        ]
+        buckets = zip(("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True)
+        axes = [f"{name} {theirs} instead of {ours}" for name, theirs, ours in buckets if theirs != ours]
         text += " for " + (", ".join(axes) or "this bucket")
         ratio, only = self.entry.vs_default.ratio, self.entry.provenance.get("pipeline")
         default = "default" if only is None else f"default of {only}"
-        return f"{self.step} in the {self.source} database: {text}; {ratio:.2f}x the {default} there."
-
-
-def lookup(
-    key: Key,
-    device: Device,
-    databases: Sequence[Database],
-    *,
-    operator: str,
-    direction: str,
-    numerics: str | None = None,
-) -> Hit | None:
-    """The first of :func:`iter_hits`, or None."""
-    return next(iter_hits(key, device, databases, operator=operator, direction=direction, numerics=numerics), None)
+        return f"{self.step} in the {self.database.name} database: {text}; {ratio:.2f}x the {default} there."
 
 
 def iter_hits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, get_type_hints
 
 from kda_tl.core.problem import Problem
@@ -207,17 +207,7 @@ class Entry:
 
     def as_dict(self) -> dict[str, Any]:
         """The stored form."""
-        return {
-            "key": self.key.as_dict(),
-            "plan": dict(self.plan),
-            "numerics": self.numerics,
-            "time_us": dict(vars(self.time_us)),
-            "vs_default": {"ratio": self.vs_default.ratio, "ci95": list(self.vs_default.ci95)},
-            "check": dict(vars(self.check)),
-            "templates": dict(self.templates),
-            "kernels": {version: dict(stages) for version, stages in self.kernels.items()},
-            "provenance": dict(self.provenance),
-        }
+        return asdict(self) | {"key": self.key.as_dict()}
 
 
 class _PlanShape(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 from kda_tl.core.device import Device
 from kda_tl.core.packages import importing
 from kda_tl.database.file import Document, Gpu, NewerSchemaError, move_aside, read_key, write_atomically
-from kda_tl.database.lookup import Database, Hit, iter_hits, lookup, read_document
+from kda_tl.database.lookup import Database, Hit, iter_hits, read_document
 from kda_tl.database.records import Entry, Key
 from kda_tl.database.staleness import stale_stages
 from kda_tl.database.validation import validate
@@ -32,7 +32,6 @@ __all__ = [
     "Key",
     "export",
     "iter_hits",
-    "lookup",
     "provenance",
     "reload",
     "sources",

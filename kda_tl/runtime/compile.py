@@ -36,8 +36,6 @@ class Slot:
     """A tensor parameter of a kernel: everything known of it but the lengths.
 
     Attributes:
-        name: as the stage calls it.
-        written: an output.
         present: False if the problem does not have it, and a one-element stand-in is passed.
         dtype: as the kernel reads it; on the CPU every float is fp32.
         dims: sizes, or names of sizes known at the call: those of a layout.
@@ -73,24 +71,15 @@ class Slot:
 
 
 class Kernel:
-    """A compiled stage.
+    """A compiled stage: ``slots`` are the stage's inputs, then its outputs; ``jit`` is TileLang's kernel.
 
-    Attributes:
-        stage: what it computes.
-        case: what it was built for.
-        config: the config it was built with.
-        jit: TileLang's kernel: host code and binary.
-        slots: its tensor parameters: the stage's inputs, then its outputs.
-        function: its host function, called with tensors in the order of the slots, then the scalars.
+    Its host function is called with tensors in the order of the slots, then the scalars.
     """
 
     def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
         self.stage, self.case, self.config, self.jit = stage, case, config, jit
-        self.slots = tuple(
-            Slot.of(name, text, case, written=tensors is stage.outputs)
-            for tensors in (stage.inputs, stage.outputs)
-            for name, text in tensors.items()
-        )
+        tensors = {**stage.inputs, **stage.outputs}
+        self.slots = tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:

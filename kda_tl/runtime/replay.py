@@ -47,11 +47,10 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One recorded call: tensors in the order of the kernel's slots, then names of numbers."""
+    """One recorded call: tensors in the order of the kernel's slots, then the numbers of its stage."""
 
     kernel: Kernel
     tensors: tuple[Value, ...]
-    numbers: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -
                 value = environment.setdefault(slot.name, Value(slot.name, "given"))
             value.slot, value.dies = slot, number
             tensors.append(value)
-        launches.append(Launch(kernel=kernel, tensors=tuple(tensors), numbers=stage.scalars))
+        launches.append(Launch(kernel=kernel, tensors=tuple(tensors)))
     results = {name: environment.get(name) for name in flow.results}
     return Recording(sizes=sizes, launches=tuple(launches), results=results)
 
@@ -149,9 +148,10 @@ class Replay:
         address = {value: self._headers.address(i) for i, value in enumerate(order)}
         self._calls, self._blocks = [], []
         for launch in recording.launches:
-            block = Arguments([address[value] for value in launch.tensors], len(launch.numbers))
+            numbers = launch.kernel.stage.scalars
+            block = Arguments([address[value] for value in launch.tensors], len(numbers))
             self._calls.append((launch, prepare_call(launch.kernel.function, block)))
-            self._blocks.append((launch.numbers, block))
+            self._blocks.append((numbers, block))
         self._numbers: list[float] = []  # those that the blocks hold
         self._names_of_numbers = sorted({name for names, _ in self._blocks for name in names})
         self._device, self._lock = device, threading.Lock()
