@@ -49,6 +49,7 @@ class BoundCall(NamedTuple):
 _WIDE = ("A_log", "dt_bias", "h0")  # pipelines take them as fp32
 _bound_calls: dict[tuple[Any, ...], BoundCall] = {}
 _BOUND_LIMIT = 4096
+_pick_arguments = functools.cache(attrgetter)
 
 
 def bind_call(operator: Operator, a: Args) -> BoundCall:
@@ -102,7 +103,7 @@ def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds)
         compute=compute,
         bounds=bounds,
         operands=tuple(given),
-        pick=attrgetter(*(operator.operands[name] for name in given)),
+        pick=_pick_arguments(*(operator.operands[name] for name in given)),
         widened=tuple(name for name in _WIDE if name in given and given[name][1] != torch.float32),
         shapes=tuple((name, shape) for name, shape in operand_shapes(problem).items() if name in given),
         constants=constants,
@@ -150,7 +151,7 @@ def run_forward(bound: BoundCall, compute: Compute, a: Args) -> Any:
     return _view_results(bound, compute(tensors))
 
 
-def run_keeping(bound: BoundCall, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
+def run_with_residuals(bound: BoundCall, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
     """:func:`run_forward`, and the residuals of these names for the backward."""
     p = replace(bound.problem, direction="bwd")  # what it makes must be what a backward would make again
     program = build_program(bound.choice.plan, p.without_lengths(), bound.device)
@@ -230,13 +231,8 @@ def run_backward(
 ) -> list[Tensor | None]:
     """Gradients of the differentiable arguments in their order, shapes and dtypes; None for absent ones.
 
-    Args:
-        bound: the forward call.
-        backward: of :func:`choose_backward`.
-        a: the arguments of the forward call.
-        do: gradient of o, zeros if None.
-        dht: gradient of the final state, absent if None.
-        residuals: of :func:`run_keeping`; computed again if None.
+    A ``do`` of None stands for zeros, without ``dht`` nothing depends on the final state, and without residuals, those
+    of :func:`run_with_residuals`, they are computed again.
     """
     p, (shape, dtype), where = _backward_problem(bound.problem, dht is not None), bound.like, bound.where
     program = build_program(backward.choice.plan, p, bound.device, from_residuals=residuals is not None)
