@@ -107,7 +107,7 @@ class Pass:
     Attributes:
         run: one launch; returns the results by name.
         call_bytes: of the tensors a call holds anyway.
-        kept_bytes: of those that the forward keeps for it, 0 unless the plan is one that has them kept.
+        kept_bytes: of the residuals, 0 unless the plan begins from them.
     """
 
     run: Callable[[], Mapping[str, torch.Tensor | None]]
@@ -116,20 +116,16 @@ class Pass:
 
 
 def make_pass(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> Pass:
-    """Compiles a plan, and makes the tensors it takes, what is kept among them.
-
-    Raises:
-        CompileError: a stage does not compile.
-    """
+    """Compiles a plan, and makes the tensors it takes. Raises CompileError if a stage does not compile."""
     where, problem = torch_device(device), workload.problem()
     program = Program.build(plan, problem, device)
     tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.pipeline.segments, seed=seed)
-    call_bytes, kept = _count_bytes(tensors.values()), {}
-    if plan.kept:  # by the stages that a forward shares with it
-        kept = program.run(tensors, sizes, where, program.pipeline.residuals)
+    call_bytes, residuals = _count_bytes(tensors.values()), {}
+    if plan.kept:  # made by the stages that a forward shares with it
+        residuals = program.run(tensors, sizes, where, program.pipeline.residuals)
         program = Program.build(plan, problem, device, from_residuals=True)
-    run = functools.partial(program.run, tensors | kept, sizes, where)
-    return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(kept.values()))
+    run = functools.partial(program.run, tensors | residuals, sizes, where)
+    return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(residuals.values()))
 
 
 def _count_bytes(values: Iterable[Any]) -> int:
@@ -139,11 +135,8 @@ def _count_bytes(values: Iterable[Any]) -> int:
 def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> float:
     """Largest relative error of a plan's results against the recurrence in float64, on a trimmed twin.
 
-    Of a backward plan every gradient is compared with autograd through the recurrence.
-
-    Raises:
-        WrongResultError: it is over :func:`plan_tolerance`.
-        CompileError: a stage does not compile.
+    Of a backward plan every gradient is compared with autograd through the recurrence. Raises WrongResultError if the
+    error is over :func:`plan_tolerance`, and CompileError.
     """
     twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
     outputs = make_pass(plan, twin, device, seed=seed).run()
@@ -163,11 +156,11 @@ def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str
     return {"o": o.view(shapes["v"]), "ht": ht}
 
 
-_recorded: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
-_judged: dict[Hashable, tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]] = {}
+_inputs: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
+_references: dict[Hashable, tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]] = {}
 
 
-def _keep(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+def _remember(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
     """A cache of two: the tensors of one bench can take gigabytes."""
     if key not in cache:
         while len(cache) >= 2:
@@ -188,16 +181,16 @@ def record(fixture: StageFixture) -> tuple[dict[str, Tensors], dict[str, int]]:
     def make() -> tuple[dict[str, Tensors], dict[str, int]]:
         where, case = torch_device(fixture.device), fixture.case
         tensors, sizes = _fixture_tensors(fixture, fixture.workload)
-        recorded: dict[str, Tensors] = {}
+        inputs_of: dict[str, Tensors] = {}
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
-            recorded[stage.name] = _as_operands(stage, case, inputs)
-            return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
+            inputs_of[stage.name] = _as_operands(stage, case, inputs)
+            return tuple(_compile_base(stage, case)(inputs_of[stage.name], sizes, where))
 
         fixture.pipeline.flow(case.problem).run(launch, tensors)
-        return recorded, sizes
+        return inputs_of, sizes
 
-    return _keep(_recorded, fixture.key, make)
+    return _remember(_inputs, fixture.key, make)
 
 
 def _compile_base(stage: Stage, case: Case) -> Kernel:
@@ -218,18 +211,18 @@ def reference_cases(fixture: StageFixture) -> tuple[dict[str, tuple[Tensors, Ten
         twin = fixture.workload.trimmed(STAGE_CHECK_TOKENS)
         case = replace(fixture.case, problem=twin.problem())
         tensors, sizes = _fixture_tensors(fixture, twin)
-        judged: dict[str, tuple[Tensors, Tensors]] = {}
+        references: dict[str, tuple[Tensors, Tensors]] = {}
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             operands = _as_operands(stage, case, inputs)
             expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
-            judged[stage.name] = operands, expected
+            references[stage.name] = operands, expected
             return tuple(expected.get(name) for name in stage.outputs)
 
         fixture.pipeline.flow(case.problem).run(launch, tensors)
-        return judged, sizes
+        return references, sizes
 
-    return _keep(_judged, fixture.key, make)
+    return _remember(_references, fixture.key, make)
 
 
 def _as_operands(stage: Stage, case: Case, inputs: Tensors) -> dict[str, Any]:
@@ -249,8 +242,8 @@ def _widen(value: Any) -> Any:
 
 def check_kernel(kernel: Kernel, fixture: StageFixture, tolerance: float) -> float:
     """Runs a kernel on poisoned outputs: what it leaves unwritten is wrong, not left over from another."""
-    judged, sizes = reference_cases(fixture)
-    operands, expected = judged[kernel.stage.name]
+    references, sizes = reference_cases(fixture)
+    operands, expected = references[kernel.stage.name]
     where = torch_device(fixture.device)
     outputs = kernel.allocate(sizes, where)
     for output in outputs:
@@ -262,7 +255,7 @@ def check_kernel(kernel: Kernel, fixture: StageFixture, tolerance: float) -> flo
 
 
 def stage_launch(kernel: Kernel, fixture: StageFixture) -> Callable[[], Any]:
-    recorded, sizes = record(fixture)
+    inputs_of, sizes = record(fixture)
     where = torch_device(fixture.device)
     outputs = kernel.allocate(sizes, where)
-    return functools.partial(kernel.launch, recorded[kernel.stage.name], outputs, where)
+    return functools.partial(kernel.launch, inputs_of[kernel.stage.name], outputs, where)

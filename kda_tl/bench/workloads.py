@@ -27,18 +27,12 @@ class Workload:
         name: unique, as passed to ``--workload``.
         B: sequences of T tokens each; 1 for packed sequences.
         T: tokens a sequence; the sum of ``lengths`` for packed sequences.
-        H: query/key heads.
-        HV: value heads, H unless given.
-        K: key head dimension.
-        V: value head dimension.
+        H, HV, K, V: as :class:`~kda_tl.core.problem.Problem` has them, HV = H unless given.
         dtype: element type of q, k, v, g and beta: bf16, fp16 or fp32.
         gate: "log", "softplus" or "safe" (lower_bound -5).
         decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
         lengths: tokens of each packed sequence; empty for a dense batch.
-        beta: "plain", "sigmoid" or "sigmoid2", the step size.
-        initial_state: there is a state before the first token.
-        state_v_first: states are [V, K] instead of [K, V].
-        operator: which operator.
+        beta, initial_state, state_v_first, operator: as Problem has them.
         direction: "fwd", or "bwd" for the gradients of the same call.
         tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
             other implementations; "train" and "train-cpu" for the backward.
