@@ -81,17 +81,9 @@ def activate_gate(
 
 
 def activate_beta(beta: Tensor, mode: str) -> Tensor:
-    """Step size of the delta rule: ``beta``, ``sigmoid(beta)`` or ``2 * sigmoid(beta)``.
+    """Step size of the delta rule: ``beta`` ("plain"), ``sigmoid(beta)`` or ``2 * sigmoid(beta)`` ("sigmoid2").
 
-    Args:
-        beta: raw step size, any shape and float dtype.
-        mode: "plain", "sigmoid" or "sigmoid2".
-
-    Returns:
-        The shape and dtype of beta, unitless.
-
-    Raises:
-        InputError: the mode is unknown.
+    In the shape and dtype of beta, unitless. Raises InputError if the mode is unknown.
 
     Source: ``use_beta_sigmoid_in_kernel`` and ``allow_neg_eigval`` in fla/ops/kda/chunk.py at v0.6.0.
     """
@@ -103,14 +95,9 @@ def activate_beta(beta: Tensor, mode: str) -> Tensor:
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scales the last dimension to unit length: ``x / sqrt(sum(x^2) + eps)``, with eps inside the root.
+    """Scales the last dimension to unit length: ``x / sqrt(sum(x^2) + eps)``.
 
-    Args:
-        x: [..., K], any float dtype.
-        eps: added to the squared length, so a zero vector stays zero and has finite gradients.
-
-    Returns:
-        The shape and dtype of x.
+    With eps inside the root a zero vector stays zero and has finite gradients.
 
     Source: fla/modules/norm/l2norm.py at v0.6.0.
     """
@@ -238,16 +225,8 @@ def recurrent_gradients(arguments: Mapping[str, Any], do: Tensor, dht: Tensor | 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """How far a result is from the truth: ``||actual - expected|| / ||expected||`` over the whole tensor, in float64.
 
-    Args:
-        actual: the result to judge, any shape, dtype and device.
-        expected: the truth, same shape.
-
-    Returns:
-        A number that is never NaN: inf if anything is NaN or infinite, in either tensor; 0.0 if both are empty;
-        ``||actual||`` if expected is all zeros.
-
-    Raises:
-        InputError: the shapes differ (they are never broadcast).
+    Never NaN: inf if anything is NaN or infinite, in either tensor; 0.0 if both are empty; ``||actual||`` if expected
+    is all zeros. Raises InputError if the shapes differ (they are never broadcast).
     """
     _check_shape("actual", actual, tuple(expected.shape))
     expected = expected.detach().to(torch.float64)

@@ -46,14 +46,9 @@ class Flow:
     results: tuple[str, ...]
 
     def run(self, launch: Launch, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Launches the stages one after the other; a tensor is let go after its last reader.
+        """The results by name; a stage is launched after the other, and a tensor is let go after its last reader.
 
-        Args:
-            launch: executes one stage.
-            tensors: tensors and numbers by name, None for those that the problem lacks.
-
-        Returns:
-            The results by name, None for absent ones.
+        ``tensors`` are tensors and numbers by name, None for those that the problem lacks; so are the results.
         """
         environment = dict(tensors)
         for stage, names in zip(self.stages, self.frees, strict=True):
@@ -85,12 +80,9 @@ class Pipeline:
     segments: int = 1
 
     def flow(self, problem: Problem, results: Sequence[str] | None = None, given: Sequence[str] = ()) -> Flow:
-        """The launches that make some tensors.
+        """The launches that make the results, all that a call of the problem gets unless some are named.
 
-        Args:
-            problem: what is called.
-            results: names of the tensors that are wanted: all that a call of the problem gets unless given.
-            given: names of tensors that need not be made: residuals.
+        Tensors that are given, as residuals are, need not be made.
         """
         if results is None:
             results = [name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states]

@@ -74,12 +74,7 @@ class Document(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Document:
-        """Reads a file's text.
-
-        Raises:
-            NewerSchemaError: the schema is newer than this version reads.
-            DatabaseError: it is not a file of this schema.
-        """
+        """Reads a file's text. Raises NewerSchemaError, or DatabaseError if it is not a file of this schema."""
         try:
             values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
         except (ValueError, RecursionError) as error:

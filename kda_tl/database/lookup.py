@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +31,7 @@ from kda_tl.database.records import Entry, Key
 from kda_tl.errors import DatabaseError, KdaTlWarning
 
 if TYPE_CHECKING:
-    if sys.version_info >= (3, 11):
-        from importlib.resources.abc import Traversable
-    else:
-        from importlib.abc import Traversable
+    from importlib.abc import Traversable
 
 MAX_RATIO = 4  # between two buckets of one axis: 2 doublings
 MAX_SM_DIFFERENCE = 0.2
@@ -89,7 +85,6 @@ class Database:
 
     Attributes:
         name: what it is called in reasons: "overlay", "$KDA_TL_DB", "user", "packaged".
-        path: its directory.
         files: its usable files by (slug, operator, direction).
         skipped: a sentence for each file or entry that was not usable.
     """
@@ -137,12 +132,7 @@ def _find_files(root: Path | Traversable, skipped: list[str]) -> Iterator[tuple[
 
 
 def read_document(file: Path | Traversable, folder: str) -> Document:
-    """Reads one file and checks that it lies where its content says.
-
-    Raises:
-        NewerSchemaError: a later version of kda_tl wrote it.
-        DatabaseError: it cannot be read or understood, or belongs elsewhere.
-    """
+    """Reads one file. Raises DatabaseError if it cannot be read or understood, or belongs elsewhere."""
     try:
         document = Document.parse(read_regular(file, MAX_FILE_BYTES).decode("utf-8"))
     except OSError as error:
@@ -199,13 +189,7 @@ def iter_hits(
 ) -> Iterator[Hit]:
     """Entries that may serve a key, best first, so that a caller who rejects a plan can take the next.
 
-    Args:
-        key: of the problem.
-        device: where it runs.
-        databases: sources, first in rank first.
-        operator: whose plans.
-        direction: of which pass.
-        numerics: if given, only entries of this numerics class.
+    The databases come first in rank first. With ``numerics`` given, only entries of that numerics class count.
     """
     name = (device.slug, operator, direction)
     own = [(db, db.files[name]) for db in databases if name in db.files]

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.resources
 import json
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +118,12 @@ def _may_exist(directory: Path) -> bool:
 
 def _load_sources() -> tuple[Database, ...]:
     global _loaded
-    from importlib.resources import files
-
     found = []
     if path := os.environ.get(ENVIRONMENT):
         found.append(Database.load(path, f"${ENVIRONMENT}"))
     if _may_exist(user := _user_directory()):
         found.append(Database.load(user, "user"))
-    found.append(Database.load(files("kda_tl.tuning_db"), "packaged"))
+    found.append(Database.load(importlib.resources.files("kda_tl.tuning_db"), "packaged"))
     _loaded = tuple(found)
     return _loaded
 
@@ -139,12 +141,8 @@ def store(
     Locked and atomic: writers at once lose nothing, a killed one leaves the old file. Entries that this version does
     not understand are kept as they are. Call :func:`reload` to serve what was written in this process.
 
-    Returns:
-        The file.
-
-    Raises:
-        DatabaseError: the directory cannot be written, an entry is not valid, or the file there is of a newer schema
-            or of another GPU.
+    Returns the file. Raises DatabaseError if the directory cannot be written, an entry is not valid, or the file there
+    is of a newer schema or of another GPU.
     """
     gpu = Gpu.of(device)
     new = {entry.key: _as_stored(entry) for entry in entries}
@@ -160,11 +158,7 @@ def store(
 def export(src_dir: str | os.PathLike[str], dest_dir: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Merges all files of one database into another directory, as from the user's into ``tuning_db/``.
 
-    Returns:
-        The files written.
-
-    Raises:
-        DatabaseError: see :func:`store`; or there is nothing to export.
+    Returns the files written. Raises DatabaseError as :func:`store` does, or if there is nothing to export.
     """
     database = Database.load(src_dir, "exported")
     if not database.files:
@@ -238,13 +232,8 @@ def provenance() -> dict[str, str]:
 
     The caller adds what needs a GPU: driver and cuda.
     """
-    import datetime
-    import platform
-    from importlib import metadata
-
     versions = {"python": platform.python_version()}
     for package in ("kda_tl", "tilelang", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    date = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": date.isoformat(timespec="seconds"), **versions}
+    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **versions}

@@ -152,8 +152,7 @@ _compiling = threading.Lock()
 def compile_stage(stage: Stage, case: Case, config: Config) -> Kernel:
     """The kernel of a stage, from this process's cache, TileLang's disk cache, or the compiler.
 
-    Raises:
-        CompileError: the config is rejected, no compiler or no TileLang that works was found, or one of them refused.
+    Raises CompileError if the config is rejected, no compiler or no TileLang that works was found, or one refused.
     """
     case = replace(case, problem=case.problem.without_lengths())
     key = (stage.name, case, config)

@@ -91,8 +91,7 @@ def numerics_class(plan: Plan) -> str:
 def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> Plan:
     """A plan from its stored form, checked against the templates as they are now.
 
-    Raises:
-        InputError: an unknown pipeline, stage, field or value, or a config that this problem and device reject.
+    Raises InputError for an unknown pipeline, stage, field or value, or a config that this problem and device reject.
     """
     from kda_tl.templates.pipelines import PIPELINES
 
@@ -131,16 +130,9 @@ def iter_defaults(
 ) -> Iterator[Plan]:
     """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
 
-    Args:
-        problem: what is called.
-        device: where it runs.
-        BT: most tokens a chunk.
-        BC: most tokens a sub-chunk.
-        pipeline: only plans of this one, which need not be a default.
-
-    Raises:
-        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
-            largest chunks if it is about one pipeline.
+    BT and BC are the most tokens a chunk and a sub-chunk; a pipeline that is given need not be a default. Raises
+    InputError if the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
+    largest chunks if it is about one pipeline.
     """
     ranked = DEFAULT_PIPELINES[problem.direction] if pipeline is None else (pipeline,)
     sizes = [size for size in BT_CHOICES if size <= BT]  # the largest first
@@ -293,22 +285,14 @@ def select_cached(problem: Problem, device: Device, chunk_size: int | None = Non
 
 @functools.lru_cache(maxsize=512)
 def build_program(plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
-    """A plan's kernels for a problem without lengths, compiled once a process; see :meth:`Program.build`.
-
-    Raises:
-        CompileError: a kernel does not compile; the message names stage, config and reason.
-    """
+    """A plan's kernels for a problem without lengths, compiled once a process: :meth:`Program.build`, cached."""
     return Program.build(plan, problem, device, from_residuals=from_residuals)
 
 
 def load_program(
     problem: Problem, device: Device, chunk_size: int | None = None
 ) -> tuple[PlanSelection, Program | None]:
-    """The choice for a problem and its compiled program, None on the reference path.
-
-    Raises:
-        CompileError: a kernel does not compile; the message names stage, config and reason.
-    """
+    """The choice for a problem and its compiled program, None on the reference path; compiles as Program.build does."""
     choice = select_cached(problem, device, chunk_size)
     if choice.plan is None:
         return choice, None

@@ -24,11 +24,8 @@ class Program:
     """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed.
 
     Attributes:
-        plan: what it was built from.
-        problem: what it was built for.
-        pipeline: of the plan.
         kernels: by stage name.
-        given: what callers give beside the operator's tensors: residuals, or nothing.
+        given: names of the residuals that callers give beside the operator's tensors, if they do.
     """
 
     plan: Plan
@@ -42,8 +39,7 @@ class Program:
     def build(cls, plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
         """Compiles the stages that a problem needs; ``from_residuals``, those that residuals do not spare.
 
-        Raises:
-            CompileError: a stage cannot be compiled.
+        Raises CompileError if a stage cannot be compiled.
         """
         from kda_tl.templates.pipelines import PIPELINES
 
