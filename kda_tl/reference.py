@@ -202,13 +202,8 @@ def gradient_name(tensor: str) -> str:
 def recurrent_gradients(arguments: Mapping[str, Any], do: Tensor, dht: Tensor | None = None) -> dict[str, Tensor]:
     """Autograd through :func:`recurrent_kda` in float64; every token's state is kept for it.
 
-    Args:
-        arguments: of recurrent_kda, by name.
-        do: gradient of o, [B, T, HV, V].
-        dht: gradient of the final state, in its shape; None if nothing depends on it.
-
-    Returns:
-        The gradient of every float tensor among the arguments, in its shape, by :func:`gradient_name`.
+    Takes the gradients of o and, if anything depends on it, of the final state, in their shapes. Returns those of every
+    float tensor among the arguments, in their shapes, by :func:`gradient_name`.
     """
     leaf = {
         name: x.detach().double().requires_grad_()

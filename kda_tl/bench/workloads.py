@@ -226,8 +226,7 @@ WORKLOADS: tuple[Workload, ...] = (
 def select(names_or_tags: Iterable[str]) -> tuple[Workload, ...]:
     """The workloads of some names and tags, each once, in the order of the table.
 
-    Raises:
-        InputError: a word is neither; the message has the nearest names, the tags, and where all names are listed.
+    Raises InputError for a word that is neither, with the nearest names, the tags, and where all names are listed.
     """
     wanted = set(names_or_tags)
     tags = sorted({tag for w in WORKLOADS for tag in w.tags})

@@ -80,10 +80,8 @@ def find_compiler(device: Device) -> str | None:
     For CUDA: ``$CUDA_HOME/bin/nvcc``, ``nvcc`` on the PATH, or the ``nvidia-cuda-nvcc`` wheel. For the CPU: a C++
     compiler (``$CXX``, ``g++``, ``clang++``), which is what TileLang calls for its C target.
     """
-    return _find_nvcc() if device.kind == "cuda" else _find_host_compiler()
-
-
-def _find_host_compiler() -> str | None:
+    if device.kind == "cuda":
+        return _find_nvcc()
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
 

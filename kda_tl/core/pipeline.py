@@ -84,9 +84,8 @@ class Pipeline:
 
         Tensors that are given, as residuals are, need not be made.
         """
-        if results is None:
-            results = [name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states]
-        results = tuple(dict.fromkeys(results))
+        usual = (name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states)
+        results = tuple(usual) if results is None else tuple(dict.fromkeys(results))
         needed, stages = set(results), list[Stage]()
         for stage in reversed(self.stages):
             reads, writes = stage.tensors_of(problem)

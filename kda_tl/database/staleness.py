@@ -38,15 +38,9 @@ def renew(
 ) -> tuple[Entry, tuple[str, ...]]:
     """An entry with the hashes of today's sources, if its kernels are still those that were measured.
 
-    Args:
-        entry: the entry.
-        current: see :func:`stale_stages`.
-        version: of TileLang, which made the kernels.
-        kernels: the hashes of the kernels that :func:`list_unproved` names, as their sources make them now.
-
-    Returns:
-        The entry, renewed unless a stage is stale; and the stages that are: their sources differ, and their kernels
-        differ or cannot be compared.
+    ``kernels`` holds the hashes of those that :func:`list_unproved` names, as their sources make them now with this
+    version of TileLang. Returns the entry, renewed unless a stage is stale, and the stages that are: their sources
+    differ, and their kernels differ or cannot be compared.
     """
     known = entry.kernels.get(version, {})
     stale = tuple(s for s in stale_stages(entry, current) if s not in kernels or known.get(s) != kernels[s])

@@ -164,7 +164,7 @@ def cast_as_autocast(operator: Operator, a: Args) -> Args:
 
 def name_tensors(operator: Operator, a: Args) -> Mapping[str, Any]:
     """The tensors of a call by name."""
-    return dict(zip(operator.all_tensors, operator.pick_tensors(a), strict=True))
+    return {name: getattr(a, name) for name in operator.all_tensors}
 
 
 def needs_gradients(operator: Operator, a: Args) -> bool:

@@ -134,15 +134,10 @@ def _host_function(jit: Any) -> Callable[..., Any]:
     return function
 
 
-_placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
+@functools.cache
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one-element tensor that stands for an absent optional tensor; kernels never touch it."""
-    found = _placeholders.get((dtype, device))
-    if found is None:
-        found = _placeholders[dtype, device] = torch.zeros(1, dtype=dtype, device=device)
-    return found
+    return torch.zeros(1, dtype=dtype, device=device)
 
 
 _kernels: dict[tuple[str, Case, Config], Kernel] = {}

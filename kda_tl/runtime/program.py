@@ -63,15 +63,14 @@ class Program:
     ) -> Compute:
         """The pass for all calls of one size; calling it does not wait for the device.
 
+        It is a function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened
+        over the batch) that returns the results by name, None for absent ones.
+
         Args:
             sizes: of :class:`kda_tl.core.layout.Layout`.
             device: where it runs.
             results: names of the tensors that the caller wants, also residuals; those of the problem unless given.
             views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
-
-        Returns:
-            A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
-            the batch) that returns the results by name, None for absent ones.
         """
         if device.type != "cuda":
             return lambda tensors: self.run(tensors, sizes, device, results)
