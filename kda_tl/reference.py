@@ -43,17 +43,13 @@ def activate_gate(
 
     Args:
         g: raw gate, [..., HV, K], any float dtype; computed in the dtype it promotes to with the parameters. K is 1
-            here and below if a head has one gate.
-        gate: "log", "softplus" or "safe". "log" ignores the parameters, "softplus" ignores lower_bound.
+            here and below if a head has one gate. The result has its shape.
+        gate: "log" ignores the parameters, "softplus" ignores lower_bound.
         A_log: [HV], log of the gate's slope. Required by "softplus"; None means a slope of 1 in "safe".
         dt_bias: [HV * K] or [HV, K], added to g; None means 0.
         lower_bound: nats a token, required by "safe".
 
-    Returns:
-        [..., HV, K], nats a token.
-
-    Raises:
-        InputError: the gate is unknown, a parameter it needs is missing, or has the wrong number of elements.
+    Raises InputError if the gate is unknown, or a parameter it needs is missing or has the wrong number of elements.
 
     Source: ``naive_kda_gate`` and ``naive_kda_lowerbound_gate`` in fla/ops/kda/gate.py at v0.6.0.
     """

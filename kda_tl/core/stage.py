@@ -160,6 +160,11 @@ class Cost:
     flops: int
 
 
+def no_passes(case: Case) -> dict[str, Any]:
+    """Of a kernel that needs no settings of its own; a function with a name, since stages are pickled."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One kernel launch in a pass.
@@ -191,7 +196,7 @@ class Stage:
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
     rms_floor: Mapping[str, float] = field(default_factory=dict)
-    passes: Callable[[Case], Mapping[str, Any]] = lambda case: {}
+    passes: Callable[[Case], Mapping[str, Any]] = no_passes
 
     @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:
