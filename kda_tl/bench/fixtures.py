@@ -101,12 +101,9 @@ def plan_tolerance(workload: Workload, device: Device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A plan ready to run on a workload.
+    """A plan ready to run on a workload: one launch, which returns the results by name, and what its tensors take.
 
-    Attributes:
-        run: one launch; returns the results by name.
-        call_bytes: of the tensors a call holds anyway.
-        kept_bytes: of the residuals, 0 unless the plan begins from them.
+    ``call_bytes`` are of those a call holds anyway, ``kept_bytes`` of the residuals, if the plan begins from them.
     """
 
     run: Callable[[], Mapping[str, torch.Tensor | None]]

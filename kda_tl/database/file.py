@@ -48,10 +48,7 @@ class Gpu:
 
 
 def migrate(values: Any) -> Any:
-    """What a file of an earlier schema would be in this one; other values as they are.
-
-    Entries of version 1 had no hashes of kernels, which is what an entry with an empty table of them says.
-    """
+    """A file of an earlier schema in this one: entries of version 1 had no hashes of kernels. Others as they are."""
     if not isinstance(values, dict) or values.get("schema") != f"{SCHEMA_NAME}/1":
         return values
     entries = values.get("entries")
@@ -147,8 +144,8 @@ def _parse_finite(text: str) -> float:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file as a whole: a reader, or a crash at any moment, sees the old text or the new one.
 
-    The temporary file has a fixed name, since the caller holds the lock of the directory: what a killed writer left is
-    overwritten by the next.
+    The caller holds the lock of the directory. So the temporary file has a fixed name: the next writer overwrites what
+    a killed one left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

@@ -228,10 +228,7 @@ def _read_for_merge(root: Path, path: Path, gpu: Gpu) -> list[Any]:
 
 
 def provenance() -> dict[str, str]:
-    """When and with which versions something is measured: date (UTC), python, and the packages that are installed.
-
-    The caller adds what needs a GPU: driver and cuda.
-    """
+    """When (UTC) and with which versions something is measured; the caller adds what needs a GPU: driver and cuda."""
     versions = {"python": platform.python_version()}
     for package in ("kda_tl", "tilelang", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -36,7 +36,7 @@ class Slot:
     """A tensor parameter of a kernel: everything known of it but the lengths.
 
     Attributes:
-        present: False if the problem does not have it, and a one-element stand-in is passed.
+        present: False if the problem does not have it, and a :func:`placeholder` is passed.
         dtype: as the kernel reads it; on the CPU every float is fp32.
         dims: sizes, or names of sizes known at the call: those of a layout.
     """
