@@ -12,7 +12,6 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +98,7 @@ def _no_registry(version: str, name: str) -> UnsupportedError:
 
 @dataclass(frozen=True)
 class Service:
-    """An operator under FLA: takes the arguments of FLA's function, positional ones in FLA's order.
-
-    Attributes:
-        operator: what serves.
-        order: names of FLA's arguments.
-    """
+    """An operator under FLA: takes the arguments of FLA's function, positional ones in FLA's ``order`` of names."""
 
     operator: Operator
     order: tuple[str, ...]
@@ -126,12 +120,10 @@ class Service:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """A call of FLA's function that :meth:`verify` accepted."""
-        given = self._name_arguments(args, kwargs)
-        return _serve(self.operator, {name: value for name, value in given.items() if name not in self._declined})
+        return _serve(self.operator, self._pick_ours(self._name_arguments(args, kwargs)))
 
-    @property
-    def _declined(self) -> Mapping[str, str]:
-        return self.operator.fla.declined
+    def _pick_ours(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name not in self.operator.fla.declined}
 
     def _name_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What was given, by name; raises UnsupportedError for what no function would take."""
@@ -142,14 +134,13 @@ class Service:
 
     def _find_reason(self, given: dict[str, Any]) -> str | None:
         """Why we decline a call, or None; what the operator would refuse is raised."""
-        operator = self.operator
-        unknown = given.keys() - self._declined.keys() - set(operator.arguments)
+        operator, ours = self.operator, self._pick_ours(given)
+        unknown = ours.keys() - set(operator.arguments)
         if unknown:
             return f"kda_tl does not know the keywords {', '.join(sorted(unknown))}."
-        for name, reason in self._declined.items():
+        for name, reason in operator.fla.declined.items():
             if reason and given.get(name) not in (None, False):
                 return reason
-        ours = {name: value for name, value in given.items() if name not in self._declined}
         a = settle(operator, operator.bind(**ours))
         problem, device, chunk_size = pose(operator, a, operator.assume_bounds(a))
         if needs_gradients(operator, a) and problem.intermediate_states:

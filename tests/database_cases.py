@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kda_tl.core.problem import Problem
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.database.records import Check, Timing, VsDefault
-from kda_tl.database.store import Database, Entry, Key, lookup, store
+from kda_tl.database.store import Database, Entry, Hit, Key, iter_hits, store
 
 NAME = {"operator": "chunk_kda", "direction": "fwd"}
 H200 = known_device("nvidia_h200")
@@ -51,7 +51,12 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     path.write_text(json.dumps(values))
 
 
+def lookup(key: Key, device: Device, databases: Sequence[Database], **options: Any) -> Hit | None:
+    """The best hit."""
+    return next(iter_hits(key, device, databases, **options), None)
+
+
 def find(key: Key, device: Device, *databases: Database, **options: Any) -> tuple[str, str, Key] | None:
     """Step, source and key of what a lookup finds."""
     hit = lookup(key, device, databases, **NAME, **options)
-    return hit and (hit.step, hit.source, hit.entry.key)
+    return hit and (hit.step, hit.database.name, hit.entry.key)

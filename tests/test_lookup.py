@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from database_cases import A100, H20, H100, H200, NAME, PCIE, find, make_database, make_entry, make_key
+from database_cases import A100, H20, H100, H200, NAME, PCIE, find, lookup, make_database, make_entry, make_key
 
 from kda_tl.database import store as db
 from kda_tl.database.lookup import measure_distance
-from kda_tl.database.store import Database, lookup, store
+from kda_tl.database.store import Database, store
 
 
 def test_lookup_takes_the_steps_in_order(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_lookup_takes_the_steps_in_order(tmp_path: Path) -> None:
         ("nearest bucket", far, 4.0),
         ("same architecture", key, 0.0),
     ]
-    assert hits[1].path.endswith("nvidia_h200/chunk_kda_fwd.json")
+    assert hits[1].file.path.endswith("nvidia_h200/chunk_kda_fwd.json")
     assert "tokens 4096 instead of 8192, longest 4096 instead of 8192" in hits[1].reason
     assert "nvidia_h100_nvl (sm_90a, 132 SMs; this nvidia_h200 has 132)" in hits[3].reason
 
@@ -163,7 +163,7 @@ def test_lookup_against_brute_force(tmp_path: Path, rng: random.Random) -> None:
                 elif not own and near and file.gpu.arch == device.arch and away <= 0.2 * device.num_sms:
                     ranked.append((3, round(sum(axes), 6), away, order, entry.key))
         hit = lookup(key, device, databases, **NAME)
-        got = hit and (round(hit.distance, 6), int(hit.source), hit.entry.key)
+        got = hit and (round(hit.distance, 6), int(hit.database.name), hit.entry.key)
         expected = {
             (distance, order, k)
             for step, distance, away, order, k in ranked

@@ -7,7 +7,8 @@ them, from running the stages' references in float64 on a trimmed twin. Nothing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from kda_tl.core.device import Device
 from kda_tl.core.dtypes import TORCH_DTYPE
 from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import Pipeline, operand_shapes
-from kda_tl.core.stage import Case, Config, Plan, Stage, TensorSpec
+from kda_tl.core.stage import Case, Plan, Stage
 from kda_tl.errors import CompileError
 from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.runtime.compile import Kernel, compile_stage
@@ -28,9 +29,8 @@ from kda_tl.runtime.program import Program
 STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged
 PLAN_CHECK_TOKENS = 320
 # Roundings of a chain of stages add in quadrature: at their limits, 1.2e-2 in bf16 for intra, wy, state and output, and
-# 1.7e-2 for the eight stages from a gradient to dg. A right forward stays under half of that (4.5e-3 with slow gates on
-# an H200). The backward may take most of it: dg and dA_log are differences of larger terms.
-# fp32 on a GPU: four stages of at most 1e-4 each make 2e-4; of the backward GPU tests ask the same (H200: under it).
+# 1.7e-2 for the eight stages from a gradient to dg. A right forward stays under half of that. The backward may take
+# most of it: dg and dA_log are differences of larger terms. fp32 on a GPU: four stages of at most 1e-4 make 2e-4.
 _TOLERANCE = {
     "fwd": {"bf16": 6e-3, "fp16": 2e-3, "fp32": 2e-4},
     "bwd": {"bf16": 1.5e-2, "fp16": 5e-3, "fp32": 2e-4},
@@ -44,16 +44,7 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StageFixture:
-    """What a stage or plan is measured on.
-
-    Attributes:
-        pipeline: the pipeline that is run.
-        workload: the operator's inputs.
-        device: where.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk.
-        seed: of the inputs.
-    """
+    """What a stage is measured on: a pipeline that runs a workload, with chunks of BT and sub-chunks of BC tokens."""
 
     pipeline: Pipeline
     workload: Workload
@@ -110,12 +101,9 @@ def plan_tolerance(workload: Workload, device: Device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A plan ready to run on a workload.
+    """A plan ready to run on a workload: one launch, which returns the results by name, and what its tensors take.
 
-    Attributes:
-        run: one launch; returns the results by name.
-        call_bytes: of the tensors a call holds anyway.
-        kept_bytes: of those that the forward keeps for it, 0 unless the plan is one that has them kept.
+    ``call_bytes`` are of those a call holds anyway, ``kept_bytes`` of the residuals, if the plan begins from them.
     """
 
     run: Callable[[], Mapping[str, torch.Tensor | None]]
@@ -124,20 +112,16 @@ class Pass:
 
 
 def make_pass(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> Pass:
-    """Compiles a plan, and makes the tensors it takes, what is kept among them.
-
-    Raises:
-        CompileError: a stage does not compile.
-    """
+    """Compiles a plan, and makes the tensors it takes. Raises CompileError if a stage does not compile."""
     where, problem = torch_device(device), workload.problem()
     program = Program.build(plan, problem, device)
     tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.pipeline.segments, seed=seed)
-    call_bytes, kept = _count_bytes(tensors.values()), {}
-    if plan.kept:  # by the stages that a forward shares with it
-        kept = program.run(tensors, sizes, where, program.pipeline.residuals)
+    call_bytes, residuals = _count_bytes(tensors.values()), {}
+    if plan.kept:  # made by the stages that a forward shares with it
+        residuals = program.run(tensors, sizes, where, program.pipeline.residuals)
         program = Program.build(plan, problem, device, from_residuals=True)
-    run = functools.partial(program.run, tensors | kept, sizes, where)
-    return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(kept.values()))
+    run = functools.partial(program.run, tensors | residuals, sizes, where)
+    return Pass(run=run, call_bytes=call_bytes, kept_bytes=_count_bytes(residuals.values()))
 
 
 def _count_bytes(values: Iterable[Any]) -> int:
@@ -147,11 +131,8 @@ def _count_bytes(values: Iterable[Any]) -> int:
 def check_plan(plan: Plan, workload: Workload, device: Device, *, seed: int = 0) -> float:
     """Largest relative error of a plan's results against the recurrence in float64, on a trimmed twin.
 
-    Of a backward plan every gradient is compared with autograd through the recurrence.
-
-    Raises:
-        WrongResultError: it is over :func:`plan_tolerance`.
-        CompileError: a stage does not compile.
+    Of a backward plan every gradient is compared with autograd through the recurrence. Raises WrongResultError if the
+    error is over :func:`plan_tolerance`, and CompileError.
     """
     twin, where = workload.trimmed(PLAN_CHECK_TOKENS), torch_device(device)
     outputs = make_pass(plan, twin, device, seed=seed).run()
@@ -171,11 +152,11 @@ def _recurrence(workload: Workload, device: torch.device, seed: int) -> dict[str
     return {"o": o.view(shapes["v"]), "ht": ht}
 
 
-_recorded: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
-_judged: dict[Hashable, tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]] = {}
+_inputs: dict[Hashable, tuple[dict[str, Tensors], dict[str, int]]] = {}
+_references: dict[Hashable, tuple[dict[str, tuple[Tensors, Tensors]], dict[str, int]]] = {}
 
 
-def _keep(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
+def _remember(cache: dict[Hashable, Any], key: Hashable, make: Callable[[], Any]) -> Any:
     """A cache of two: the tensors of one bench can take gigabytes."""
     if key not in cache:
         while len(cache) >= 2:
@@ -196,23 +177,22 @@ def record(fixture: StageFixture) -> tuple[dict[str, Tensors], dict[str, int]]:
     def make() -> tuple[dict[str, Tensors], dict[str, int]]:
         where, case = torch_device(fixture.device), fixture.case
         tensors, sizes = _fixture_tensors(fixture, fixture.workload)
-        recorded: dict[str, Tensors] = {}
+        inputs_of: dict[str, Tensors] = {}
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
-            recorded[stage.name] = _as_operands(stage, case, inputs)
-            return tuple(_compile_base(stage, case)(recorded[stage.name], sizes, where))
+            inputs_of[stage.name] = _as_operands(stage, case, inputs)
+            return tuple(_compile_base(stage, case)(inputs_of[stage.name], sizes, where))
 
         fixture.pipeline.flow(case.problem).run(launch, tensors)
-        return recorded, sizes
+        return inputs_of, sizes
 
-    return _keep(_recorded, fixture.key, make)
+    return _remember(_inputs, fixture.key, make)
 
 
 def _compile_base(stage: Stage, case: Case) -> Kernel:
     """The default's kernel, or that of the first candidate that compiles where the default does not."""
     failure: CompileError | None = None
-    candidates: Iterator[Config] = stage.candidates(case)
-    for _, config in zip(range(_BASE_TRIES), (stage.default(case), *candidates), strict=False):
+    for config in itertools.islice((stage.default(case), *stage.candidates(case)), _BASE_TRIES):
         try:
             return compile_stage(stage, case, config)
         except CompileError as error:
@@ -227,25 +207,25 @@ def reference_cases(fixture: StageFixture) -> tuple[dict[str, tuple[Tensors, Ten
         twin = fixture.workload.trimmed(STAGE_CHECK_TOKENS)
         case = replace(fixture.case, problem=twin.problem())
         tensors, sizes = _fixture_tensors(fixture, twin)
-        judged: dict[str, tuple[Tensors, Tensors]] = {}
+        references: dict[str, tuple[Tensors, Tensors]] = {}
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             operands = _as_operands(stage, case, inputs)
             expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
-            judged[stage.name] = operands, expected
+            references[stage.name] = operands, expected
             return tuple(expected.get(name) for name in stage.outputs)
 
         fixture.pipeline.flow(case.problem).run(launch, tensors)
-        return judged, sizes
+        return references, sizes
 
-    return _keep(_judged, fixture.key, make)
+    return _remember(_references, fixture.key, make)
 
 
 def _as_operands(stage: Stage, case: Case, inputs: Tensors) -> dict[str, Any]:
     """Tensors in the types the stage's kernel reads: on the CPU target every float is fp32."""
     operands = dict(inputs)
-    for name, text in stage.inputs.items():
-        spec, value = TensorSpec.parse(text), inputs[name]
+    for name in stage.inputs:
+        spec, value = stage.specs[name], inputs[name]
         if isinstance(value, torch.Tensor) and spec.dtype != "i32":
             dtype = torch.float32 if case.device.kind == "cpu" else TORCH_DTYPE[spec.element(case.problem)]
             operands[name] = value.to(dtype).contiguous()
@@ -258,8 +238,8 @@ def _widen(value: Any) -> Any:
 
 def check_kernel(kernel: Kernel, fixture: StageFixture, tolerance: float) -> float:
     """Runs a kernel on poisoned outputs: what it leaves unwritten is wrong, not left over from another."""
-    judged, sizes = reference_cases(fixture)
-    operands, expected = judged[kernel.stage.name]
+    references, sizes = reference_cases(fixture)
+    operands, expected = references[kernel.stage.name]
     where = torch_device(fixture.device)
     outputs = kernel.allocate(sizes, where)
     for output in outputs:
@@ -271,7 +251,7 @@ def check_kernel(kernel: Kernel, fixture: StageFixture, tolerance: float) -> flo
 
 
 def stage_launch(kernel: Kernel, fixture: StageFixture) -> Callable[[], Any]:
-    recorded, sizes = record(fixture)
+    inputs_of, sizes = record(fixture)
     where = torch_device(fixture.device)
     outputs = kernel.allocate(sizes, where)
-    return functools.partial(kernel.launch, recorded[kernel.stage.name], outputs, where)
+    return functools.partial(kernel.launch, inputs_of[kernel.stage.name], outputs, where)

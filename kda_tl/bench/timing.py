@@ -34,19 +34,10 @@ def check(
     tolerance: float,
     rms_floor: Mapping[str, float] | None = None,
 ) -> float:
-    """Compares every expected tensor with the output of its name.
+    """The largest relative error (norm of the difference over norm) of the outputs that are expected, by name.
 
-    Args:
-        outputs: what was computed.
-        expected: what the reference gives.
-        tolerance: largest relative error (norm of the difference over norm) a tensor may have.
-        rms_floor: root mean squares below which a tensor's error is taken relative to this.
-
-    Returns:
-        The largest relative error.
-
-    Raises:
-        WrongResultError: a tensor is missing or off by more; the message names it and its error.
+    An error is taken relative to ``rms_floor`` where the root mean square of what is expected is below. Raises
+    WrongResultError, which names the tensor and its error, if one is missing or off by more than the tolerance.
     """
     errors = {}
     for name, truth in expected.items():
@@ -73,57 +64,37 @@ def error_weight(truth: torch.Tensor, rms_floor: Mapping[str, float] | None, nam
 def time_launch(launch: Launch, device: torch.device, *, reps: int, warmup: int = 1, flush: bool = True) -> list[float]:
     """Duration of each repetition of a launch in microseconds: on the GPU by events, on the CPU by the clock.
 
-    Args:
-        launch: what is timed; takes nothing, and on the GPU waits for nothing.
-        device: where it runs.
-        reps: number of repetitions.
-        warmup: launches before the first.
-        flush: whether every repetition meets a cold cache.
+    The launch takes nothing, and on the GPU waits for nothing. ``warmup`` launches come before the first repetition;
+    with ``flush`` every one meets a cold cache.
     """
-    timer = _CudaTimer(reps) if device.type == "cuda" else _CpuTimer()
-    clear = _flusher(device) if flush else None
+    clear = _flusher(device) if flush else lambda: None
     for _ in range(warmup):
         launch()
+    if device.type == "cuda":
+        return _time_by_events(launch, clear, reps)
+    samples = []
     for _ in range(reps):
-        if clear:
-            clear()
-        timer.start()
+        clear()
+        samples.append(_time_by_clock(launch))
+    return samples
+
+
+def _time_by_clock(launch: Launch) -> float:
+    begin = time.perf_counter()
+    launch()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _time_by_events(launch: Launch, clear: Launch, reps: int) -> list[float]:
+    """Events are read after the last repetition: the host runs ahead, so its time is not measured."""
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(reps)]
+    for begin, end in events:
+        clear()
+        begin.record()
         launch()
-        timer.stop()
-    return timer.read()
-
-
-class _CpuTimer:
-    def __init__(self) -> None:
-        self._samples: list[float] = []
-
-    def start(self) -> None:
-        self._begin = time.perf_counter()
-
-    def stop(self) -> None:
-        self._samples.append((time.perf_counter() - self._begin) * 1e6)
-
-    def read(self) -> list[float]:
-        return self._samples
-
-
-class _CudaTimer:
-    """A pair of events a repetition, read after the last: the host runs ahead, so its time is not measured."""
-
-    def __init__(self, reps: int) -> None:
-        self._events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(reps)]
-        self._next = 0
-
-    def start(self) -> None:
-        self._events[self._next][0].record()
-
-    def stop(self) -> None:
-        self._events[self._next][1].record()
-        self._next += 1
-
-    def read(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) * 1e3 for begin, end in self._events]
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
 
 _flush_buffers: dict[torch.device, torch.Tensor] = {}
@@ -161,23 +132,18 @@ def time_host(launch: Launch, device: torch.device, *, reps: int = 100) -> float
     The device's queue is emptied every few calls, since a full one makes the host wait.
     """
     samples = []
-    timer = _CpuTimer()
     launch()
     for i in range(reps):
         if device.type == "cuda" and i % 16 == 0:
             torch.cuda.synchronize(device)
-        timer.start()
-        launch()
-        timer.stop()
-    samples = timer.read()
+        samples.append(_time_by_clock(launch))
     return statistics.median(samples)
 
 
 def cuda_graph(launch: Launch) -> Launch:
     """The launch captured in a CUDA graph: calling the result replays it, free of host time.
 
-    Raises:
-        RuntimeError: something in the launch cannot be captured.
+    Raises RuntimeError if something in the launch cannot be captured.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -202,12 +168,9 @@ def summarise(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio_ci(a_rounds: Sequence[float], b_rounds: Sequence[float], *, seed: int = 0) -> tuple[float, float, float]:
-    """Ratio of the medians of two interleaved measurements, a over b, and its 95 % interval.
+    """Ratio of the medians of two interleaved measurements, a over b, and the bounds of its 95 % interval.
 
     A bootstrap that draws rounds, the same for both: what disturbs a round disturbs both of its halves.
-
-    Returns:
-        ``(ratio, low, high)``.
     """
     a, b = (np.asarray(a_rounds, dtype=np.float64), np.asarray(b_rounds, dtype=np.float64))
     draws = np.random.default_rng(seed).integers(len(a), size=(_RESAMPLES, len(a)))
@@ -230,8 +193,8 @@ def read_gpu_state(index: int = 0) -> dict[str, Any]:
         pynvml.nvmlInit()
         try:
             handle = _find_handle(pynvml, index)
-            state["gpu"] = _text(pynvml.nvmlDeviceGetName(handle))
-            state["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+            state["gpu"] = pynvml.nvmlDeviceGetName(handle)
+            state["driver"] = pynvml.nvmlSystemGetDriverVersion()
             state["sm_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             state["memory_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
         finally:
@@ -244,7 +207,3 @@ def _find_handle(nvml: Any, index: int) -> Any:
     with contextlib.suppress(Exception):
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
     return nvml.nvmlDeviceGetHandleByIndex(index)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -27,18 +27,12 @@ class Workload:
         name: unique, as passed to ``--workload``.
         B: sequences of T tokens each; 1 for packed sequences.
         T: tokens a sequence; the sum of ``lengths`` for packed sequences.
-        H: query/key heads.
-        HV: value heads, H unless given.
-        K: key head dimension.
-        V: value head dimension.
+        H, HV, K, V: as :class:`~kda_tl.core.problem.Problem` has them, HV = H unless given.
         dtype: element type of q, k, v, g and beta: bf16, fp16 or fp32.
         gate: "log", "softplus" or "safe" (lower_bound -5).
         decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
         lengths: tokens of each packed sequence; empty for a dense batch.
-        beta: "plain", "sigmoid" or "sigmoid2", the step size.
-        initial_state: there is a state before the first token.
-        state_v_first: states are [V, K] instead of [K, V].
-        operator: which operator.
+        beta, initial_state, state_v_first, operator: as Problem has them.
         direction: "fwd", or "bwd" for the gradients of the same call.
         tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
             other implementations; "train" and "train-cpu" for the backward.
@@ -161,6 +155,7 @@ def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> t
 
 _PACKED = (1300, 547, 2048, 963, 271, 3063)
 _EVEN = (1024,) * 8
+_SOFTPLUS: dict[str, Any] = {"gate": "softplus", "decay": "slow"}
 _ON_CPU: dict[str, Any] = {"T": 192, "H": 2, "dtype": "fp32"}
 
 _TRAINED: dict[str, dict[str, Any]] = {
@@ -175,7 +170,7 @@ _TRAINED: dict[str, dict[str, Any]] = {
 _TRAINED_GATES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("", {}, ("train", "training")),
     ("slow-", {"decay": "slow"}, ("training",)),
-    ("softplus-", {"gate": "softplus", "decay": "slow"}, ("train", "training")),
+    ("softplus-", _SOFTPLUS, ("train", "training")),
 )
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -199,24 +194,20 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(name="slow-packed-H64", lengths=_PACKED, H=64, decay="slow", tags=("forward",)),
     Workload(name="slow-B8-T1024-H96", B=8, T=1024, H=96, decay="slow", tags=("forward",)),
     Workload(name="slow-packed-8x1024-H96", lengths=_EVEN, H=96, decay="slow", tags=("forward",)),
-    Workload(name="softplus-T1024-H8", T=1024, H=8, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-T1024-H32", T=1024, H=32, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-T1024-H64", T=1024, H=64, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-T1024-H96", T=1024, H=96, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-T8192-H8", T=8192, H=8, gate="softplus", decay="slow", tags=("tune",)),
-    Workload(name="softplus-T8192-H32", T=8192, H=32, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
-    Workload(name="softplus-T8192-H64", T=8192, H=64, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
-    Workload(name="softplus-T8192-H96", T=8192, H=96, gate="softplus", decay="slow", tags=("tune", "bench", "forward")),
-    Workload(name="softplus-T32768-H8", T=32768, H=8, gate="softplus", decay="slow", tags=("tune", "forward")),
-    Workload(
-        name="softplus-packed-H64", lengths=_PACKED, H=64, gate="softplus", decay="slow", tags=("tune", "forward")
-    ),
-    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, gate="softplus", decay="slow", tags=("tune", "forward")),
-    Workload(
-        name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, gate="softplus", decay="slow", tags=("tune", "forward")
-    ),
+    Workload(name="softplus-T1024-H8", T=1024, H=8, **_SOFTPLUS, tags=("tune",)),
+    Workload(name="softplus-T1024-H32", T=1024, H=32, **_SOFTPLUS, tags=("tune",)),
+    Workload(name="softplus-T1024-H64", T=1024, H=64, **_SOFTPLUS, tags=("tune",)),
+    Workload(name="softplus-T1024-H96", T=1024, H=96, **_SOFTPLUS, tags=("tune",)),
+    Workload(name="softplus-T8192-H8", T=8192, H=8, **_SOFTPLUS, tags=("tune",)),
+    Workload(name="softplus-T8192-H32", T=8192, H=32, **_SOFTPLUS, tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T8192-H64", T=8192, H=64, **_SOFTPLUS, tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T8192-H96", T=8192, H=96, **_SOFTPLUS, tags=("tune", "bench", "forward")),
+    Workload(name="softplus-T32768-H8", T=32768, H=8, **_SOFTPLUS, tags=("tune", "forward")),
+    Workload(name="softplus-packed-H64", lengths=_PACKED, H=64, **_SOFTPLUS, tags=("tune", "forward")),
+    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, **_SOFTPLUS, tags=("tune", "forward")),
+    Workload(name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, **_SOFTPLUS, tags=("tune", "forward")),
     Workload(name="safe-T8192-H16-K256", T=8192, H=16, K=256, V=256, tags=("wide",)),
-    Workload(name="softplus-T8192-H16-K256", T=8192, H=16, K=256, V=256, gate="softplus", decay="slow", tags=("wide",)),
+    Workload(name="softplus-T8192-H16-K256", T=8192, H=16, K=256, V=256, **_SOFTPLUS, tags=("wide",)),
     Workload(name="cpu-safe-K32", K=32, V=32, tags=("cpu",), **_ON_CPU),
     Workload(name="cpu-softplus-K64", K=64, V=64, gate="softplus", tags=("cpu",), **_ON_CPU),
     *(
@@ -235,8 +226,7 @@ WORKLOADS: tuple[Workload, ...] = (
 def select(names_or_tags: Iterable[str]) -> tuple[Workload, ...]:
     """The workloads of some names and tags, each once, in the order of the table.
 
-    Raises:
-        InputError: a word is neither; the message has the nearest names, the tags, and where all names are listed.
+    Raises InputError for a word that is neither, with the nearest names, the tags, and where all names are listed.
     """
     wanted = set(names_or_tags)
     tags = sorted({tag for w in WORKLOADS for tag in w.tags})

@@ -6,14 +6,13 @@ No code branches on a GPU's name; aliases such as ``h100`` are data in ``tuning_
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import re
+import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +46,6 @@ def normalise_gpu_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def cuda_arch(major: int, minor: int) -> str:
-    """Compiler architecture of a compute capability; Hopper and later need the ``a`` for their own instructions."""
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
 def cpu_device() -> Device:
     """TileLang's C target on this processor."""
     return Device(kind="cpu", slug="cpu", arch=platform.machine(), sm=0, num_sms=1, smem_bytes=0)
@@ -66,18 +60,11 @@ def cuda_device(index: int = 0) -> Device:
     return Device(
         kind="cuda",
         slug=normalise_gpu_name(props.name),
-        arch=cuda_arch(props.major, props.minor),
+        arch=f"sm_{props.major}{props.minor}" + ("a" if props.major >= 9 else ""),  # Hopper's own instructions need "a"
         sm=props.major * 10 + props.minor,
         num_sms=props.multi_processor_count,
         smem_bytes=getattr(props, "shared_memory_per_block_optin", 48 * 1024),
     )
-
-
-def device_of(tensor: torch.Tensor) -> Device:
-    """The device a tensor lives on."""
-    if tensor.is_cuda:
-        return cuda_device(tensor.device.index or 0)
-    return cpu_device()
 
 
 def current_device() -> Device:
@@ -93,20 +80,13 @@ def find_compiler(device: Device) -> str | None:
     For CUDA: ``$CUDA_HOME/bin/nvcc``, ``nvcc`` on the PATH, or the ``nvidia-cuda-nvcc`` wheel. For the CPU: a C++
     compiler (``$CXX``, ``g++``, ``clang++``), which is what TileLang calls for its C target.
     """
-    return _find_nvcc() if device.kind == "cuda" else _find_host_compiler()
-
-
-def _find_host_compiler() -> str | None:
-    import shutil
-
+    if device.kind == "cuda":
+        return _find_nvcc()
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def _find_nvcc() -> str | None:
-    import importlib.util
-    import shutil
-
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     candidates = [os.path.join(home, "bin", "nvcc") for home in homes if home]
     candidates.append(shutil.which("nvcc") or "")

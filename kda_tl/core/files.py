@@ -8,15 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    if sys.version_info >= (3, 11):
-        from importlib.resources.abc import Traversable
-    else:
-        from importlib.abc import Traversable
+    from importlib.abc import Traversable
 
 _KINDS = {
     stat.S_IFIFO: "FIFO",
@@ -27,23 +23,14 @@ _KINDS = {
 _STEP = 1 << 20
 
 
-def open_regular(path: Path, flags: int, mode: int = 0o644) -> int:
-    """Opens a regular file; never waits for one that is something else.
+def open_regular(path: Path, flags: int) -> int:
+    """The descriptor of a regular file, or of one behind symbolic links; never waits for a file of another kind.
 
-    Args:
-        path: the file; symbolic links are followed.
-        flags: of :func:`os.open`.
-        mode: permissions of a file that is made.
-
-    Returns:
-        Its descriptor.
-
-    Raises:
-        OSError: it is not a regular file, or the system refuses.
+    Raises OSError if it is not a regular file, or the system refuses.
     """
     if path.exists():
         _require_regular(path.stat())
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     try:
         _require_regular(os.fstat(descriptor))  # it may have been replaced since
     except OSError:
@@ -53,14 +40,9 @@ def open_regular(path: Path, flags: int, mode: int = 0o644) -> int:
 
 
 def read_regular(file: Path | Traversable, limit: int) -> bytes:
-    """The content of a regular file.
+    """The content of a regular file of at most ``limit`` bytes; one inside a zip archive is read as it is.
 
-    Args:
-        file: the file; one inside a zip archive is read as it is.
-        limit: most bytes it may have.
-
-    Raises:
-        OSError: it is not a regular file, it is larger, or the system refuses.
+    Raises OSError if it is not a regular file, it is larger, or the system refuses.
     """
     if not isinstance(file, Path):
         return file.read_bytes()

@@ -29,10 +29,7 @@ class Layout:
             order; the others follow, the longest first.
         seq_segments: int32 [N, 3], of each sequence the first of its segments that do not end it, their count, and
             the segment that ends it.
-        tokens: number of tokens.
-        NT: number of chunks.
-        N: number of sequences.
-        NS: number of segments.
+        tokens, NT, N, NS: numbers of tokens, chunks, sequences and segments.
         NC: number of segments that end no sequence, but at least 1: so many rows has what is kept of them.
     """
 
@@ -62,12 +59,8 @@ class Layout:
 def make_layout(bounds: tuple[int, ...], BT: int, device: torch.device, segments: int = 1) -> Layout:
     """The layout of sequences whose tokens are ``bounds[n]`` to ``bounds[n + 1]``, in chunks of BT tokens.
 
-    Args:
-        bounds: where sequences begin and end.
-        BT: tokens a chunk.
-        device: where the tables live.
-        segments: that all chunks would make if they were one sequence; no segment is longer than those would be. With
-            1 every sequence stays whole.
+    The tables live on ``device``. All chunks would make so many ``segments`` if they were one sequence; no segment is
+    longer than those would be, so with 1 every sequence stays whole.
     """
     edges = np.asarray(bounds, dtype=np.int64)
     chunks = -(-np.diff(edges) // BT)
@@ -123,9 +116,7 @@ def packed_bounds(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None,
 
     A device tensor that comes without ``cu_seqlens_cpu`` is copied to the host the first time it is seen, which waits
     for the device once; one that comes with it is never read. Both are read, and compared, where both are on the host.
-
-    Raises:
-        InputError: not integer, not 1-D, not from 0 to ``tokens``, decreasing, or not what the host copy holds.
+    Raises InputError for what is not integer, 1-D, from 0 to ``tokens``, in order, or not what the host copy holds.
     """
     source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     bounds = _read_bounds(source)

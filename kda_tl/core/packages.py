@@ -31,11 +31,7 @@ def describe_failure(name: str, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def importing(name: str) -> Iterator[None]:
-    """Holds the import of one package.
-
-    Raises:
-        PackageError: it is missing, or broken in whatever way.
-    """
+    """Holds the import of one package. Raises PackageError if it is missing, or broken in whatever way."""
     try:
         yield
     except Exception as error:  # a broken package raises what it likes

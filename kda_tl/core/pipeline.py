@@ -46,14 +46,9 @@ class Flow:
     results: tuple[str, ...]
 
     def run(self, launch: Launch, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Launches the stages one after the other; a tensor is let go after its last reader.
+        """The results by name; a stage is launched after the other, and a tensor is let go after its last reader.
 
-        Args:
-            launch: executes one stage.
-            tensors: tensors and numbers by name, None for those that the problem lacks.
-
-        Returns:
-            The results by name, None for absent ones.
+        ``tensors`` are tensors and numbers by name, None for those that the problem lacks; so are the results.
         """
         environment = dict(tensors)
         for stage, names in zip(self.stages, self.frees, strict=True):
@@ -85,14 +80,12 @@ class Pipeline:
     segments: int = 1
 
     def flow(self, problem: Problem, results: Sequence[str] | None = None, given: Sequence[str] = ()) -> Flow:
-        """The launches that make some tensors.
+        """The launches that make the results, all that a call of the problem gets unless some are named.
 
-        Args:
-            problem: what is called.
-            results: names of the tensors that are wanted, :meth:`results_of` the problem unless given.
-            given: names of tensors that need not be made: residuals.
+        Tensors that are given, as residuals are, need not be made.
         """
-        results = self.results_of(problem) if results is None else tuple(dict.fromkeys(results))
+        usual = (name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states)
+        results = tuple(usual) if results is None else tuple(dict.fromkeys(results))
         needed, stages = set(results), list[Stage]()
         for stage in reversed(self.stages):
             reads, writes = stage.tensors_of(problem)
@@ -102,10 +95,6 @@ class Pipeline:
         last = {name: i for i, stage in enumerate(stages) for names in stage.tensors_of(problem) for name in names}
         frees = [tuple(name for name in last if last[name] == i and name not in results) for i in range(len(stages))]
         return Flow(tuple(stages), tuple(frees), results)
-
-    def results_of(self, problem: Problem) -> tuple[str, ...]:
-        """What a call of the problem gets."""
-        return tuple(name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states)
 
     def stages_of(self, problem: Problem) -> tuple[Stage, ...]:
         """The stages that are launched for a problem, in order."""

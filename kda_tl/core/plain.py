@@ -43,9 +43,7 @@ def is_plain(tensors: Iterable[Any]) -> bool:
 def needs_operator(tensors: Mapping[str, Any]) -> bool:
     """Whether a call must be made through its registered operator; what is no tensor plays no part.
 
-    Raises:
-        UnsupportedError: a transform or tracer is at work that no operator of ours can serve.
-        InputError: a tensor is of a kind that no operator of ours can serve.
+    Raises UnsupportedError for a transform or tracer, and InputError for a kind of tensor, that no operator can serve.
     """
     given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     _refuse_transforms()
@@ -100,10 +98,7 @@ def align(tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors by name, in place, as kernels read them: contiguous, on 16-byte boundaries, signs in their memory.
 
     One is copied only where it is not so. A loop in one function, because calls of one for each would take as long as
-    all that it does.
-
-    Raises:
-        InputError: a tensor has no memory that could be read.
+    all that it does. Raises InputError if a tensor has no memory that could be read.
     """
     name = ""
     try:

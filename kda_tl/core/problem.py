@@ -96,11 +96,9 @@ class Problem:
         for name in ("H", "HV", "K", "V"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("K", "V"):
-            if getattr(self, name) > MAX_HEAD_DIM:
-                raise InputError(
-                    f"head dimension {name}={getattr(self, name)} is not supported: pass {MAX_HEAD_DIM} or less."
-                )
+        for name, size in (("K", self.K), ("V", self.V)):
+            if size > MAX_HEAD_DIM:
+                raise InputError(f"head dimension {name}={size} is not supported: pass {MAX_HEAD_DIM} or less.")
         if self.HV % self.H:
             raise InputError(
                 f"HV={self.HV} value heads cannot share H={self.H} query/key heads: make HV a multiple of H."
@@ -163,35 +161,19 @@ class Problem:
     @property
     def key(self) -> str:
         """Readable name, e.g. ``chunk_kda-fwd-H32-HV32-K128-V128-bf16-safe-n1-tokens8192``."""
-        flags = [
-            name
-            for name, on in (
-                ("scalar", self.scalar_gate),
-                (f"r{self.rank}", self.rank > 1),
-                ("l2norm", self.l2norm),
-                (self.beta, self.beta != "plain"),
-                ("varlen", self.varlen),
-                ("h0", self.initial_state),
-                ("ht", self.final_state),
-                ("states", self.intermediate_states),
-                ("vk", self.state_v_first),
-            )
-            if on
-        ]
-        parts = [
-            self.operator,
-            self.direction,
-            f"H{self.H}",
-            f"HV{self.HV}",
-            f"K{self.K}",
-            f"V{self.V}",
-            self.dtype,
-            self.gate,
-            *flags,
-            f"n{self.sequences}",
-            f"tokens{self.tokens}",
-        ]
-        return "-".join(parts)
+        flags = {
+            "scalar": self.scalar_gate,
+            f"r{self.rank}": self.rank > 1,
+            "l2norm": self.l2norm,
+            self.beta: self.beta != "plain",
+            "varlen": self.varlen,
+            "h0": self.initial_state,
+            "ht": self.final_state,
+            "states": self.intermediate_states,
+            "vk": self.state_v_first,
+        }
+        call = f"{self.operator}-{self.direction}-H{self.H}-HV{self.HV}-K{self.K}-V{self.V}-{self.dtype}-{self.gate}"
+        return "-".join([call, *(name for name, on in flags.items() if on), f"n{self.sequences}-tokens{self.tokens}"])
 
     def without_lengths(self) -> Problem:
         """The part of the problem that kernels are specialised for: lengths and batch are run-time values."""

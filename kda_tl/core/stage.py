@@ -31,13 +31,9 @@ def tunable(default: Any, *choices: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a stage's kernel is built for: a problem, the chunk sizes and the device.
+    """What a stage's kernel is built for: a problem (kernels ignore its lengths), a device and the chunk sizes.
 
-    Attributes:
-        problem: the problem; kernels ignore its lengths.
-        device: where the kernel runs.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk; divides BT.
+    A chunk has BT tokens, a sub-chunk BC, which divides BT.
     """
 
     problem: Problem
@@ -73,11 +69,7 @@ class Config:
 
     @classmethod
     def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-        """Builds a config from stored values.
-
-        Raises:
-            InputError: a field is missing, unknown, or has a value that is not among its choices.
-        """
+        """A config from stored values. Raises InputError if a field is missing, unknown, or not among its choices."""
         axes = cls.axes()
         if set(values) != set(axes):
             raise InputError(f"{cls.__name__} has the fields {sorted(axes)}, got {sorted(values)}.")
@@ -169,7 +161,7 @@ class Cost:
 
 
 def no_passes(case: Case) -> dict[str, Any]:
-    """Of a kernel that needs no settings of its own."""
+    """Of a kernel that needs no settings of its own; a function with a name, since stages are pickled."""
     return {}
 
 
@@ -223,14 +215,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs: a pipeline, the chunk sizes, and one config a stage.
+    """What runs: a pipeline by its name, tokens a chunk and a sub-chunk, and one config a stage.
 
     Attributes:
-        pipeline: name of the pipeline.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk.
         stages: (stage name, config) pairs in launch order.
-        kept: of a backward: its first results are the forward's, kept in memory, wherever that made the same ones.
+        kept: of a backward: it begins from the forward's residuals, wherever that made the same ones.
     """
 
     pipeline: str

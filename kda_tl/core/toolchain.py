@@ -29,11 +29,7 @@ _refused = ""
 
 
 def import_tilelang() -> None:
-    """Imports TileLang.
-
-    Raises:
-        CompileError: it is missing or broken; the message says what to install.
-    """
+    """Imports TileLang. Raises CompileError, which says what to install, if it is missing or broken."""
     failure = _try_tilelang()
     if failure is not None:
         raise CompileError(f"{_explain(failure)}; `kda-tl doctor` says more.") from failure
@@ -125,11 +121,7 @@ def warn_if_not_kept(jit: Any) -> None:
 def replace_cache(error: OSError) -> None:
     """Gives TileLang a temporary folder, in this process and in those that it starts, with the kernels of its own.
 
-    Args:
-        error: what its own folder was refused with.
-
-    Raises:
-        CompileError: no temporary folder can be made either.
+    ``error`` is what its own folder was refused with. Raises CompileError if no temporary folder can be made either.
     """
     global _refused
     reason = f"{cache_directory() or repr('')} ({error.strerror or error})"

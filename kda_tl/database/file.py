@@ -48,10 +48,7 @@ class Gpu:
 
 
 def migrate(values: Any) -> Any:
-    """What a file of an earlier schema would be in this one; other values as they are.
-
-    Entries of version 1 had no hashes of kernels, which is what an entry with an empty table of them says.
-    """
+    """A file of an earlier schema in this one: entries of version 1 had no hashes of kernels. Others as they are."""
     if not isinstance(values, dict) or values.get("schema") != f"{SCHEMA_NAME}/1":
         return values
     entries = values.get("entries")
@@ -74,12 +71,7 @@ class Document(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Document:
-        """Reads a file's text.
-
-        Raises:
-            NewerSchemaError: the schema is newer than this version reads.
-            DatabaseError: it is not a file of this schema.
-        """
+        """Reads a file's text. Raises NewerSchemaError, or DatabaseError if it is not a file of this schema."""
         try:
             values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
         except (ValueError, RecursionError) as error:
@@ -92,8 +84,10 @@ class Document(NamedTuple):
             raise NewerSchemaError(f"its schema {schema} is newer than {ours}, which this kda_tl reads: update kda_tl")
         if schema != ours:
             raise DatabaseError(f"its schema is {schema!r}, not {ours!r}")
-        head = decode(_Head, {"direction" if name == "pass" else name: value for name, value in values.items()}, "file")
-        return cls(gpu=head.gpu, operator=head.operator, direction=head.direction, entries=head.entries)
+        del values["schema"]
+        found = {"direction" if name == "pass" else name: value for name, value in values.items()}
+        document: Document = decode(cls, found, "file")
+        return document
 
     def format(self) -> str:
         """The file's text: sorted keys and entries, a leaf on one line, so that a diff shows which entry changed."""
@@ -105,14 +99,6 @@ class Document(NamedTuple):
             "entries": sorted(self.entries, key=_sort_rank),
         }
         return _format(values) + "\n"
-
-
-class _Head(NamedTuple):
-    schema: str
-    gpu: Gpu
-    operator: str
-    direction: str
-    entries: list[Any]
 
 
 def read_key(entry: Any) -> Key | None:
@@ -158,8 +144,8 @@ def _parse_finite(text: str) -> float:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file as a whole: a reader, or a crash at any moment, sees the old text or the new one.
 
-    The temporary file has a fixed name, since the caller holds the lock of the directory: what a killed writer left is
-    overwritten by the next.
+    The caller holds the lock of the directory. So the temporary file has a fixed name: the next writer overwrites what
+    a killed one left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

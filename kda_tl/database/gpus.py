@@ -6,6 +6,7 @@ The names are data: ``tuning_db/gpus.json``, and every GPU that a source of the 
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import json
 from collections.abc import Mapping
 
@@ -17,13 +18,9 @@ from kda_tl.errors import DatabaseError, InputError
 
 
 def resolve_gpu(name: str) -> tuple[str, ...]:
-    """Slugs that a name stands for: those of an alias, or the slug itself.
+    """Slugs that an alias (``h100``), a slug (``nvidia_h200``), a product name (``NVIDIA H200``) or ``cpu`` stands for.
 
-    Args:
-        name: alias (``h100``), slug (``nvidia_h200``), product name (``NVIDIA H200``) or ``cpu``.
-
-    Raises:
-        InputError: no GPU of that name is known.
+    Raises InputError if no GPU of that name is known.
     """
     normalised = normalise_gpu_name(name)
     aliases, gpus = _read_packaged()
@@ -37,11 +34,7 @@ def resolve_gpu(name: str) -> tuple[str, ...]:
 
 
 def known_device(slug: str) -> Device:
-    """The device of a slug, whether or not it is here.
-
-    Raises:
-        InputError: no GPU of that name is known.
-    """
+    """The device of a slug, whether or not it is here. Raises InputError if no GPU of that name is known."""
     if slug == "cpu":
         return cpu_device()
     _, gpus = _read_packaged()
@@ -58,14 +51,8 @@ def _tuned_gpus() -> Mapping[str, Gpu]:
 
 @functools.cache
 def _read_packaged() -> tuple[Mapping[str, tuple[str, ...]], Mapping[str, Gpu]]:
-    """Aliases and GPUs of ``gpus.json``.
-
-    Raises:
-        DatabaseError: the file cannot be read or understood.
-    """
-    from importlib.resources import files
-
-    file = files("kda_tl.tuning_db") / "gpus.json"
+    """Aliases and GPUs of ``gpus.json``. Raises DatabaseError if it cannot be read or understood."""
+    file = importlib.resources.files("kda_tl.tuning_db") / "gpus.json"
     try:
         values = json.loads(read_regular(file, MAX_FILE_BYTES))
         aliases = {alias: tuple(slugs) for alias, slugs in values["aliases"].items()}

@@ -8,7 +8,7 @@ The order (step 0, an override, and steps 4 and 5, default and reference, belong
 
 Steps are outermost: a plan measured for this bucket beats a near one of an earlier source. Within 2 and 3 all sources
 compete, the shortest distance wins, and ties go to the earlier source. An entry counts by its distance, whatever won
-its contest: that the default is best near by is worth knowing, and what won far away is not. In 2 and 3 it must be of
+there: that the default is best near by is worth knowing, and what won far away is not. In 2 and 3 it must be of
 all pipelines, not of one tuned alone. Nothing crosses architectures: best-of-A100 ran 1.7-1.8x off the optimum on A4000
 and A6000.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +31,7 @@ from kda_tl.database.records import Entry, Key
 from kda_tl.errors import DatabaseError, KdaTlWarning
 
 if TYPE_CHECKING:
-    if sys.version_info >= (3, 11):
-        from importlib.resources.abc import Traversable
-    else:
-        from importlib.abc import Traversable
+    from importlib.abc import Traversable
 
 MAX_RATIO = 4  # between two buckets of one axis: 2 doublings
 MAX_SM_DIFFERENCE = 0.2
@@ -44,16 +40,7 @@ EXACT, NEAREST, SAME_ARCH = "exact bucket", "nearest bucket", "same architecture
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningFile:
-    """One file of a database, indexed.
-
-    Attributes:
-        path: where it was read.
-        gpu: the GPU it was measured on.
-        operator: whose plans it holds.
-        direction: of which pass.
-        entries: its valid entries by key.
-        skipped: a sentence for each entry that is not valid, and so a miss.
-    """
+    """One file of a database: its valid entries by key, and a sentence for each entry that is not valid."""
 
     path: str
     gpu: Gpu
@@ -72,15 +59,7 @@ class TuningFile:
 
     @classmethod
     def read(cls, file: Path | Traversable, folder: str) -> TuningFile:
-        """Reads one file.
-
-        Args:
-            file: the file.
-            folder: name of its folder, the slug it must be of.
-
-        Raises:
-            DatabaseError: the file as a whole cannot be used.
-        """
+        """Reads a file from the folder of a GPU's slug. Raises DatabaseError if it cannot be used as a whole."""
         document = read_document(file, folder)
         entries, skipped = {}, []
         for i, values in enumerate(document.entries):
@@ -106,7 +85,6 @@ class Database:
 
     Attributes:
         name: what it is called in reasons: "overlay", "$KDA_TL_DB", "user", "packaged".
-        path: its directory.
         files: its usable files by (slug, operator, direction).
         skipped: a sentence for each file or entry that was not usable.
     """
@@ -154,12 +132,7 @@ def _find_files(root: Path | Traversable, skipped: list[str]) -> Iterator[tuple[
 
 
 def read_document(file: Path | Traversable, folder: str) -> Document:
-    """Reads one file and checks that it lies where its content says.
-
-    Raises:
-        NewerSchemaError: a later version of kda_tl wrote it.
-        DatabaseError: it cannot be read or understood, or belongs elsewhere.
-    """
+    """Reads one file. Raises DatabaseError if it cannot be read or understood, or belongs elsewhere."""
     try:
         document = Document.parse(read_regular(file, MAX_FILE_BYTES).decode("utf-8"))
     except OSError as error:
@@ -177,12 +150,9 @@ class Hit(NamedTuple):
 
     Attributes:
         step: "exact bucket", "nearest bucket" or "same architecture".
-        database: where it was found.
-        file: its file.
-        entry: the entry.
-        distance: doublings between the two buckets, summed over heads, tokens and longest.
-        key: what was looked up.
-        device: for which device.
+        database, file: where it was found.
+        distance: :func:`measure_distance` of its key from the one that was looked up.
+        key, device: what was looked up.
     """
 
     step: str
@@ -194,46 +164,18 @@ class Hit(NamedTuple):
     device: Device
 
     @property
-    def source(self) -> str:
-        """Name of the database."""
-        return self.database.name
-
-    @property
-    def path(self) -> str:
-        """Where the file is."""
-        return self.file.path
-
-    @property
     def reason(self) -> str:
         """A sentence for people; made when asked for, since the call path does not ask."""
         gpu = self.file.gpu
         text = f"tuned on {gpu.slug}"
         if gpu.slug != self.device.slug:
             text += f" ({gpu.arch}, {gpu.sms} SMs; this {self.device.slug} has {self.device.num_sms})"
-        axes = [
-            f"{name} {theirs} instead of {ours}"
-            for name, theirs, ours in zip(
-                ("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True
-            )
-            if theirs != ours
-        ]
+        buckets = zip(("heads", "tokens", "longest"), self.entry.key.buckets, self.key.buckets, strict=True)
+        axes = [f"{name} {theirs} instead of {ours}" for name, theirs, ours in buckets if theirs != ours]
         text += " for " + (", ".join(axes) or "this bucket")
         ratio, only = self.entry.vs_default.ratio, self.entry.provenance.get("pipeline")
         default = "default" if only is None else f"default of {only}"
-        return f"{self.step} in the {self.source} database: {text}; {ratio:.2f}x the {default} there."
-
-
-def lookup(
-    key: Key,
-    device: Device,
-    databases: Sequence[Database],
-    *,
-    operator: str,
-    direction: str,
-    numerics: str | None = None,
-) -> Hit | None:
-    """The first of :func:`iter_hits`, or None."""
-    return next(iter_hits(key, device, databases, operator=operator, direction=direction, numerics=numerics), None)
+        return f"{self.step} in the {self.database.name} database: {text}; {ratio:.2f}x the {default} there."
 
 
 def iter_hits(
@@ -247,13 +189,7 @@ def iter_hits(
 ) -> Iterator[Hit]:
     """Entries that may serve a key, best first, so that a caller who rejects a plan can take the next.
 
-    Args:
-        key: of the problem.
-        device: where it runs.
-        databases: sources, first in rank first.
-        operator: whose plans.
-        direction: of which pass.
-        numerics: if given, only entries of this numerics class.
+    The databases come first in rank first. With ``numerics`` given, only entries of that numerics class count.
     """
     name = (device.slug, operator, direction)
     own = [(db, db.files[name]) for db in databases if name in db.files]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, get_type_hints
 
 from kda_tl.core.problem import Problem
@@ -37,17 +37,11 @@ class Key(NamedTuple):
     (Python 3.11, x86 CPU).
 
     Attributes:
-        K: key head dimension.
-        V: value head dimension.
-        dtype: element type of q, k, v and o.
-        gate: gate mode.
-        group: value heads per query/key head.
-        varlen: sequences are packed.
+        K, V, dtype, gate, group, varlen: as :class:`~kda_tl.core.problem.Problem` has them.
         heads_bucket: :func:`round_heads` of the value heads.
         tokens_bucket: :func:`round_tokens` of all tokens.
         longest_bucket: :func:`round_tokens` of the longest sequence.
-        scalar_gate: a value head has one gate. Records hold this and the next field where they are not the default.
-        rank: rows a token.
+        scalar_gate, rank: of the problem too. Records hold them where they are not the default.
     """
 
     K: int
@@ -81,19 +75,14 @@ class Key(NamedTuple):
 
     @classmethod
     def from_dict(cls, values: Any, where: str = "key") -> Key:
-        """Reads a stored key.
-
-        Raises:
-            DatabaseError: a field is missing, unknown or of the wrong type, or a bucket is not one of the buckets.
-        """
+        """Reads a stored key. Raises DatabaseError, as :func:`decode` or for a bucket that is not one."""
         key: Key = decode(cls, values, where)
-        for name, bucket, nearest in (
-            ("heads_bucket", key.heads_bucket, round_heads(key.heads_bucket)),
-            ("tokens_bucket", key.tokens_bucket, round_tokens(key.tokens_bucket)),
-            ("longest_bucket", key.longest_bucket, round_tokens(key.longest_bucket)),
-        ):
-            if bucket != nearest:
-                raise DatabaseError(f"{where}.{name} is {bucket}, which is not a bucket: the nearest is {nearest}")
+        for name, rounded in (("heads", round_heads), ("tokens", round_tokens), ("longest", round_tokens)):
+            bucket = getattr(key, f"{name}_bucket")
+            if bucket != (nearest := rounded(bucket)):
+                raise DatabaseError(
+                    f"{where}.{name}_bucket is {bucket}, which is not a bucket: the nearest is {nearest}"
+                )
         return key
 
     def problem(self, direction: str) -> Problem:
@@ -195,11 +184,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, values: Any, where: str = "entry") -> Entry:
-        """Reads a stored entry.
-
-        Raises:
-            DatabaseError: a field is missing, unknown or of the wrong type, or a bucket is not one of the buckets.
-        """
+        """Reads a stored entry. Raises DatabaseError, as :meth:`Key.from_dict`."""
         entry: Entry = decode(cls, values, where)
         decode(_PlanShape, entry.plan, f"{where}.plan")
         Key.from_dict(entry.key.as_dict(), f"{where}.key")
@@ -207,17 +192,7 @@ class Entry:
 
     def as_dict(self) -> dict[str, Any]:
         """The stored form."""
-        return {
-            "key": self.key.as_dict(),
-            "plan": dict(self.plan),
-            "numerics": self.numerics,
-            "time_us": dict(vars(self.time_us)),
-            "vs_default": {"ratio": self.vs_default.ratio, "ci95": list(self.vs_default.ci95)},
-            "check": dict(vars(self.check)),
-            "templates": dict(self.templates),
-            "kernels": {version: dict(stages) for version, stages in self.kernels.items()},
-            "provenance": dict(self.provenance),
-        }
+        return asdict(self) | {"key": self.key.as_dict()}
 
 
 class _PlanShape(NamedTuple):
@@ -262,7 +237,10 @@ def _hints(record: Any) -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """Checks a JSON value against a field's type; a record has the fields it declares, those with a default perhaps."""
+    """Checks a JSON value against a field's type; a record has the fields it declares, those with a default perhaps.
+
+    Raises DatabaseError if a field is missing, unknown or of the wrong type.
+    """
     if kind in _KINDS:
         description, accepts = _KINDS[kind]
         if not accepts(value):

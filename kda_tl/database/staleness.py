@@ -15,14 +15,8 @@ from kda_tl.database.records import Entry
 def stale_stages(entry: Entry, current: Mapping[str, str]) -> tuple[str, ...]:
     """Stages whose template or space changed since the entry was measured, whether or not their kernels did.
 
-    This is all that a call asks: nothing is lowered to find out more, see :func:`renew`.
-
-    Args:
-        entry: the entry.
-        current: stage name -> SHA-256 of the template's source and space as they are now.
-
-    Returns:
-        Stages of the plan, in its order, whose hash differs, was not recorded, or whose template is gone.
+    This is all that a call asks: nothing is lowered to find out more, see :func:`renew`. ``current`` holds the SHA-256
+    of each template's source and space as they are now, by stage; a stage that it lacks is gone, and so stale.
     """
     stages = entry.plan["stages"]
     return tuple(s for s in stages if s not in current or entry.templates.get(s) != current[s])
@@ -44,15 +38,9 @@ def renew(
 ) -> tuple[Entry, tuple[str, ...]]:
     """An entry with the hashes of today's sources, if its kernels are still those that were measured.
 
-    Args:
-        entry: the entry.
-        current: stage name -> SHA-256 of its sources as they are now.
-        version: of TileLang, which made the kernels.
-        kernels: stage name -> hash of the kernel that its sources make now, of :func:`list_unproved`.
-
-    Returns:
-        The entry, renewed unless a stage is stale; and the stages that are: their sources differ, and their kernels
-        differ or cannot be compared.
+    ``kernels`` holds the hashes of those that :func:`list_unproved` names, as their sources make them now with this
+    version of TileLang. Returns the entry, renewed unless a stage is stale, and the stages that are: their sources
+    differ, and their kernels differ or cannot be compared.
     """
     known = entry.kernels.get(version, {})
     stale = tuple(s for s in stale_stages(entry, current) if s not in kernels or known.get(s) != kernels[s])

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.resources
 import json
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kda_tl.core.device import Device
 from kda_tl.core.packages import importing
 from kda_tl.database.file import Document, Gpu, NewerSchemaError, move_aside, read_key, write_atomically
-from kda_tl.database.lookup import Database, Hit, iter_hits, lookup, read_document
+from kda_tl.database.lookup import Database, Hit, iter_hits, read_document
 from kda_tl.database.records import Entry, Key
 from kda_tl.database.staleness import stale_stages
 from kda_tl.database.validation import validate
@@ -32,7 +36,6 @@ __all__ = [
     "Key",
     "export",
     "iter_hits",
-    "lookup",
     "provenance",
     "reload",
     "sources",
@@ -115,14 +118,12 @@ def _may_exist(directory: Path) -> bool:
 
 def _load_sources() -> tuple[Database, ...]:
     global _loaded
-    from importlib.resources import files
-
     found = []
     if path := os.environ.get(ENVIRONMENT):
         found.append(Database.load(path, f"${ENVIRONMENT}"))
     if _may_exist(user := _user_directory()):
         found.append(Database.load(user, "user"))
-    found.append(Database.load(files("kda_tl.tuning_db"), "packaged"))
+    found.append(Database.load(importlib.resources.files("kda_tl.tuning_db"), "packaged"))
     _loaded = tuple(found)
     return _loaded
 
@@ -140,12 +141,8 @@ def store(
     Locked and atomic: writers at once lose nothing, a killed one leaves the old file. Entries that this version does
     not understand are kept as they are. Call :func:`reload` to serve what was written in this process.
 
-    Returns:
-        The file.
-
-    Raises:
-        DatabaseError: the directory cannot be written, an entry is not valid, or the file there is of a newer schema
-            or of another GPU.
+    Returns the file. Raises DatabaseError if the directory cannot be written, an entry is not valid, or the file there
+    is of a newer schema or of another GPU.
     """
     gpu = Gpu.of(device)
     new = {entry.key: _as_stored(entry) for entry in entries}
@@ -161,11 +158,7 @@ def store(
 def export(src_dir: str | os.PathLike[str], dest_dir: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Merges all files of one database into another directory, as from the user's into ``tuning_db/``.
 
-    Returns:
-        The files written.
-
-    Raises:
-        DatabaseError: see :func:`store`; or there is nothing to export.
+    Returns the files written. Raises DatabaseError as :func:`store` does, or if there is nothing to export.
     """
     database = Database.load(src_dir, "exported")
     if not database.files:
@@ -235,17 +228,9 @@ def _read_for_merge(root: Path, path: Path, gpu: Gpu) -> list[Any]:
 
 
 def provenance() -> dict[str, str]:
-    """When and with which versions something is measured: date (UTC), python, and the packages that are installed.
-
-    The caller adds what needs a GPU: driver and cuda.
-    """
-    import datetime
-    import platform
-    from importlib import metadata
-
+    """When (UTC) and with which versions something is measured; the caller adds what needs a GPU: driver and cuda."""
     versions = {"python": platform.python_version()}
     for package in ("kda_tl", "tilelang", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    date = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": date.isoformat(timespec="seconds"), **versions}
+    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **versions}

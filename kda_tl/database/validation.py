@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import os
 from collections.abc import Callable
@@ -19,11 +20,8 @@ CheckPlan = Callable[[Document, Entry], str]
 def validate(path: str | os.PathLike[str], check_plan: CheckPlan | None = None) -> list[str]:
     """Problems of a file, or of all files of a database's directory, in sentences; empty if there are none.
 
-    With jsonschema installed, files are also held against ``tuning_db/schema.json``.
-
-    Args:
-        path: the file or directory.
-        check_plan: says why an entry of a file does not run, as :func:`kda_tl.cli.db.find_plan_problem`.
+    ``check_plan`` says why an entry of a file does not run, as :func:`kda_tl.cli.db.find_plan_problem`. With jsonschema
+    installed, files are also held against ``tuning_db/schema.json``.
     """
     root = Path(path)
     if not root.exists():
@@ -65,10 +63,7 @@ def _validate_schema(file: Path) -> list[str]:
         import jsonschema  # type: ignore[import-untyped]
     except ImportError:
         return []
-    from importlib.resources import files
-
-    schema, values = (
-        json.loads(read_regular(each, MAX_FILE_BYTES)) for each in (files("kda_tl.tuning_db") / "schema.json", file)
-    )
+    packaged = importlib.resources.files("kda_tl.tuning_db") / "schema.json"
+    schema, values = (json.loads(read_regular(each, MAX_FILE_BYTES)) for each in (packaged, file))
     errors = jsonschema.Draft202012Validator(schema).iter_errors(migrate(values))
     return [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]

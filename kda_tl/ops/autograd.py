@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from kda_tl.core.plain import check_saved, describe, is_plain, needs_operator
-from kda_tl.ops.call import BoundCall, choose_backward, run_backward, run_forward, run_keeping
-from kda_tl.ops.custom_op import differentiate_opaque, refuse_second_derivative
+from kda_tl.ops.call import BoundCall, choose_backward, run_backward, run_forward, run_with_residuals
+from kda_tl.ops.custom_op import differentiate_custom_op, refuse_second_derivative
 from kda_tl.ops.operator import Args
 from kda_tl.runtime.program import Compute
 
@@ -33,7 +33,7 @@ class _Forward(torch.autograd.Function):
         ctx.others = operator.pick_others(a)
         residuals: dict[str, torch.Tensor | None] = {}
         if ctx.chosen.residuals:
-            (o, ht, *states), residuals = run_keeping(bound, ctx.chosen.residuals, a)
+            (o, ht, *states), residuals = run_with_residuals(bound, ctx.chosen.residuals, a)
         else:
             o, ht, *states = run_forward(bound, compute, a)
         ctx.saved_as = bound.signature + describe(residuals.values())
@@ -49,7 +49,7 @@ class _Forward(torch.autograd.Function):
         tensors, kept = saved[: len(operator.tensors)], saved[len(operator.tensors) :]
         gradients = {"the gradient of o": do, "the gradient of the final state": dht}
         if not is_plain((do, dht, *saved)) and needs_operator(gradients | dict(zip(names, saved, strict=True))):
-            found = differentiate_opaque(operator, operator.Arguments(*tensors, *ctx.others), do, dht)
+            found = differentiate_custom_op(operator, operator.Arguments(*tensors, *ctx.others), do, dht)
             return None, None, None, *_pick_wanted(ctx, found)
         check_saved(names, saved, ctx.saved_as)
         residuals = dict(zip(ctx.chosen.residuals, kept, strict=True)) if kept else None

@@ -49,6 +49,7 @@ class BoundCall(NamedTuple):
 _WIDE = ("A_log", "dt_bias", "h0")  # pipelines take them as fp32
 _bound_calls: dict[tuple[Any, ...], BoundCall] = {}
 _BOUND_LIMIT = 4096
+_pick_arguments = functools.cache(attrgetter)
 
 
 def bind_call(operator: Operator, a: Args) -> BoundCall:
@@ -77,11 +78,6 @@ def pose(operator: Operator, a: Args, bounds: Bounds) -> tuple[Problem, Device, 
     return problem, device, asked or (DEFAULT_BT if problem.intermediate_states else None)
 
 
-@functools.cache
-def _pick_arguments(names: tuple[str, ...]) -> Callable[[Args], tuple[Tensor, ...]]:
-    return attrgetter(*names)
-
-
 def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds) -> BoundCall:
     """Chooses a plan and compiles it."""
     problem, device, chunk_size = pose(operator, a, bounds)
@@ -107,7 +103,7 @@ def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds)
         compute=compute,
         bounds=bounds,
         operands=tuple(given),
-        pick=_pick_arguments(tuple(operator.operands[name] for name in given)),
+        pick=_pick_arguments(*(operator.operands[name] for name in given)),
         widened=tuple(name for name in _WIDE if name in given and given[name][1] != torch.float32),
         shapes=tuple((name, shape) for name, shape in operand_shapes(problem).items() if name in given),
         constants=constants,
@@ -155,7 +151,7 @@ def run_forward(bound: BoundCall, compute: Compute, a: Args) -> Any:
     return _view_results(bound, compute(tensors))
 
 
-def run_keeping(bound: BoundCall, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
+def run_with_residuals(bound: BoundCall, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
     """:func:`run_forward`, and the residuals of these names for the backward."""
     p = replace(bound.problem, direction="bwd")  # what it makes must be what a backward would make again
     program = build_program(bound.choice.plan, p.without_lengths(), bound.device)
@@ -178,12 +174,7 @@ def _view_results(bound: BoundCall, out: Mapping[str, Any]) -> Any:
 
 
 class Backward(NamedTuple):
-    """How a call's backward runs.
-
-    Attributes:
-        choice: its plan, and why.
-        residuals: names of what the forward keeps for it; empty if it computes them again.
-    """
+    """How a call's backward runs: its plan, and the names of what the forward keeps for it, if it does."""
 
     choice: PlanSelection
     residuals: tuple[str, ...] = ()
@@ -192,12 +183,8 @@ class Backward(NamedTuple):
 def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
     """The backward of a call, chosen with its forward: pins and overlays hold where the operator is called.
 
-    Args:
-        ready: of the forward call.
-        keep: begin from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so itself.
-
-    Raises:
-        InputError: ``keep``, and the pinned plan cuts other chunks.
+    With ``keep`` it begins from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so
+    itself. Raises InputError if the pinned plan cuts others.
     """
     problem, forward = replace(bound.problem, direction="bwd", intermediate_states=False), bound.choice.plan
     asked = bound.chunk_size and _choose_chunks(problem, bound.device, bound.chunk_size, context())
@@ -244,13 +231,8 @@ def run_backward(
 ) -> list[Tensor | None]:
     """Gradients of the differentiable arguments in their order, shapes and dtypes; None for absent ones.
 
-    Args:
-        ready: of the forward call.
-        backward: of :func:`choose_backward`.
-        a: the arguments of the forward call.
-        do: gradient of o, zeros if None.
-        dht: gradient of the final state, absent if None.
-        residuals: of :func:`run_keeping`; computed again if None.
+    A ``do`` of None stands for zeros, without ``dht`` nothing depends on the final state, and without residuals, those
+    of :func:`run_with_residuals`, they are computed again.
     """
     p, (shape, dtype), where = _backward_problem(bound.problem, dht is not None), bound.like, bound.where
     program = build_program(backward.choice.plan, p, bound.device, from_residuals=residuals is not None)

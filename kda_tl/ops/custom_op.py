@@ -1,4 +1,4 @@
-"""An operator as PyTorch sees it: one opaque operator forward and one backward, ``torch.ops.kda_tl.*``.
+"""An operator as PyTorch sees it: one custom operator forward and one backward, ``torch.ops.kda_tl.*``.
 
 Here pass calls inside ``torch.compile`` and those that are not plain (:mod:`kda_tl.core.plain`). Plain eager calls do
 not: PyTorch's operator layer costs more host time than the rest of a call. Absent tensors are empty ones, because
@@ -28,9 +28,6 @@ def register(operator: Operator) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
     def run(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _run(operator, _name(operator, values))
 
-    def run_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _run_fake(operator, _name(operator, values))
-
     def differentiate(do: Tensor, dht: Tensor | None, *values: Any) -> list[Tensor]:
         return _differentiate(operator, _name(operator, values), do, dht)
 
@@ -48,14 +45,14 @@ def register(operator: Operator) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
         a = operator.Arguments(**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)))
-        found = differentiate_opaque(operator, a, do, dht if getattr(a, operator.final_state) else None)
+        found = differentiate_custom_op(operator, a, do, dht if getattr(a, operator.final_state) else None)
         gradients = dict(zip(operator.tensors, found, strict=True))
         return tuple(gradients.get(name) for name in operator.schema)
 
     forward = torch.library.custom_op(
         f"kda_tl::{operator.name}", run, mutates_args=(), schema=f"({arguments}) -> (Tensor, Tensor, Tensor)"
     )
-    forward.register_fake(run_fake)
+    forward.register_fake(lambda *values: _run_fake(operator, _name(operator, values)))
     schema = f"(Tensor do, Tensor? dht, {arguments}) -> Tensor[]"
     gradient = torch.library.custom_op(
         f"kda_tl::{operator.name}_backward", differentiate, mutates_args=(), schema=schema
@@ -117,7 +114,7 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty((0,))
 
 
-def differentiate_opaque(operator: Operator, a: Args, do: Tensor | None, dht: Tensor | None) -> list[Tensor | None]:
+def differentiate_custom_op(operator: Operator, a: Args, do: Tensor | None, dht: Tensor | None) -> list[Tensor | None]:
     """Gradients of the differentiable arguments, as one node of a graph; None for absent ones."""
     do = torch.zeros_like(getattr(a, operator.like)) if do is None else do
     found = _gradients[operator.name](do, dht, *(getattr(a, name) for name in operator.schema))

@@ -30,10 +30,8 @@ MAX_FP32 = torch.finfo(torch.float32).max
 def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = False) -> Operator:
     """The operator of a function's signature.
 
-    Args:
-        function: has the arguments q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens and others of theirs.
-        fla: what it is in FLA.
-        scalar_gate: a value head has one gate for all its key channels.
+    It has the arguments q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens and others of theirs. With
+    ``scalar_gate`` a value head has one gate for all its key channels.
     """
     parameters, name = inspect.signature(function).parameters, function.__name__
     bounded = "lower_bound" in parameters
@@ -43,12 +41,8 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
 
     return Operator(
         function=function,
-        operands={
-            **{each: each for each in ("q", "k", "v", "g", "beta")},
-            "h0": "initial_state",
-            "A_log": "A_log",
-            "dt_bias": "dt_bias",
-        },
+        operands={each: each for each in ("q", "k", "v", "g", "beta")}
+        | {"h0": "initial_state", "A_log": "A_log", "dt_bias": "dt_bias"},
         like="v",
         same_dtype=("q", "k", "v"),
         renamed={"transpose_state_layout": "state_v_first"},

@@ -113,7 +113,7 @@ def _run_watched(operator: Operator, a: Args) -> Any:
     return (o, final, h) if operator.asks(a, operator.states) else (o, final)
 
 
-def _make_compiled(operator: Operator, run_opaque: Callable[..., Any]) -> Callable[..., Any]:
+def _make_compiled(operator: Operator, run_custom_op: Callable[..., Any]) -> Callable[..., Any]:
     """A call inside ``torch.compile``, which traces it: it is checked when it runs. No more than tracers understand."""
     arguments, schema, renamed = operator.arguments, tuple(operator.schema), tuple(operator.renamed.items())
     same_dtype, final_state, states = operator.same_dtype, operator.final_state, operator.states
@@ -127,7 +127,7 @@ def _make_compiled(operator: Operator, run_opaque: Callable[..., Any]) -> Callab
         if dtype is not None:
             for name in same_dtype:
                 a[name] = a[name].to(dtype)
-        o, ht, h = run_opaque(*[a[name] for name in schema])
+        o, ht, h = run_custom_op(*[a[name] for name in schema])
         final = ht if a[final_state] else None
         return (o, final, h) if states and a[states] else (o, final)
 
@@ -154,8 +154,7 @@ def _find_autocast(tensors: list[Any]) -> torch.dtype | None:
 def cast_as_autocast(operator: Operator, a: Args) -> Args:
     """The arguments under ``torch.autocast``: those that must have one dtype get autocast's if they have several.
 
-    Those of one dtype stay as they are, and so does everything else: the kernels take any mixture of those. Gradients
-    come back in the dtype that was given.
+    Everything else stays as it is: the kernels take any mixture. Gradients come back in the dtype that was given.
     """
     dtype = _find_autocast([getattr(a, name) for name in operator.same_dtype])
     if dtype is None:
@@ -165,7 +164,7 @@ def cast_as_autocast(operator: Operator, a: Args) -> Args:
 
 def name_tensors(operator: Operator, a: Args) -> Mapping[str, Any]:
     """The tensors of a call by name."""
-    return dict(zip(operator.all_tensors, operator.pick_tensors(a), strict=True))
+    return {name: getattr(a, name) for name in operator.all_tensors}
 
 
 def needs_gradients(operator: Operator, a: Args) -> bool:

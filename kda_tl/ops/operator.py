@@ -146,11 +146,6 @@ class Operator:
         return attrgetter(*self.tensors)
 
     @functools.cached_property
-    def pick_tensors(self) -> Callable[[Args], tuple[Any, ...]]:
-        """All tensors of a call."""
-        return attrgetter(*self.all_tensors)
-
-    @functools.cached_property
     def pick_others(self) -> Callable[[Args], tuple[Any, ...]]:
         """What is not differentiable: with the operands before it, the arguments of :attr:`Arguments`."""
         return attrgetter(*self.arguments[len(self.tensors) :])

@@ -36,9 +36,7 @@ class Slot:
     """A tensor parameter of a kernel: everything known of it but the lengths.
 
     Attributes:
-        name: as the stage calls it.
-        written: an output.
-        present: False if the problem does not have it, and a one-element stand-in is passed.
+        present: False if the problem does not have it, and a :func:`placeholder` is passed.
         dtype: as the kernel reads it; on the CPU every float is fp32.
         dims: sizes, or names of sizes known at the call: those of a layout.
     """
@@ -73,24 +71,15 @@ class Slot:
 
 
 class Kernel:
-    """A compiled stage.
+    """A compiled stage: ``slots`` are the stage's inputs, then its outputs; ``jit`` is TileLang's kernel.
 
-    Attributes:
-        stage: what it computes.
-        case: what it was built for.
-        config: the config it was built with.
-        jit: TileLang's kernel: host code and binary.
-        slots: its tensor parameters: the stage's inputs, then its outputs.
-        function: its host function, called with tensors in the order of the slots, then the scalars.
+    Its host function is called with tensors in the order of the slots, then the scalars.
     """
 
     def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
         self.stage, self.case, self.config, self.jit = stage, case, config, jit
-        self.slots = tuple(
-            Slot.of(name, text, case, written=tensors is stage.outputs)
-            for tensors in (stage.inputs, stage.outputs)
-            for name, text in tensors.items()
-        )
+        tensors = {**stage.inputs, **stage.outputs}
+        self.slots = tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -145,15 +134,10 @@ def _host_function(jit: Any) -> Callable[..., Any]:
     return function
 
 
-_placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
+@functools.cache
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one-element tensor that stands for an absent optional tensor; kernels never touch it."""
-    found = _placeholders.get((dtype, device))
-    if found is None:
-        found = _placeholders[dtype, device] = torch.zeros(1, dtype=dtype, device=device)
-    return found
+    return torch.zeros(1, dtype=dtype, device=device)
 
 
 _kernels: dict[tuple[str, Case, Config], Kernel] = {}
@@ -163,8 +147,7 @@ _compiling = threading.Lock()
 def compile_stage(stage: Stage, case: Case, config: Config) -> Kernel:
     """The kernel of a stage, from this process's cache, TileLang's disk cache, or the compiler.
 
-    Raises:
-        CompileError: the config is rejected, no compiler or no TileLang that works was found, or one of them refused.
+    Raises CompileError if the config is rejected, no compiler or no TileLang that works was found, or one refused.
     """
     case = replace(case, problem=case.problem.without_lengths())
     key = (stage.name, case, config)

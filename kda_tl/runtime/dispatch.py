@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from kda_tl.core.device import Device, find_compiler
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import BT_CHOICES, Case, Config, Plan
+from kda_tl.core.stage import BT_CHOICES, Case, Plan
 from kda_tl.core.toolchain import can_import_tilelang, explain_missing
 from kda_tl.database.store import Database, Key, iter_hits, sources, stale_stages
 from kda_tl.errors import InputError, KdaTlWarning
@@ -32,12 +33,7 @@ DEFAULT_BC = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """What a caller insists on, for the pass that the plan or the numerics class is of.
-
-    Attributes:
-        plan: exactly this plan.
-        numerics: only plans of this numerics class, see :func:`numerics_class`.
-    """
+    """What a caller insists on for a pass: exactly one plan, or only plans of one :func:`numerics_class`."""
 
     plan: Plan | None = None
     numerics: str | None = None
@@ -87,20 +83,15 @@ def numerics_class(plan: Plan) -> str:
 
     Tiles over K change the order in which products are summed, so configs that name BK are part of it.
     """
-    order = [
-        f"{name}.{field}={value}"
-        for name, config in plan.stages
-        for field, value in config.as_dict().items()
-        if field in ("BK", "diagonal")
-    ]
+    settings = ((name, field, value) for name, config in plan.stages for field, value in config.as_dict().items())
+    order = [f"{name}.{field}={value}" for name, field, value in settings if field in ("BK", "diagonal")]
     return "-".join([plan.pipeline, f"BT{plan.BT}", f"BC{plan.BC}", "accf32", *order])
 
 
 def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> Plan:
     """A plan from its stored form, checked against the templates as they are now.
 
-    Raises:
-        InputError: an unknown pipeline, stage, field or value, or a config that this problem and device reject.
+    Raises InputError for an unknown pipeline, stage, field or value, or a config that this problem and device reject.
     """
     from kda_tl.templates.pipelines import PIPELINES
 
@@ -113,14 +104,11 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
         raise InputError(f"{pipeline.name} has nothing to keep: it cannot begin with what a forward made.")
     if set(stored["stages"]) != {stage.name for stage in pipeline.stages}:
         raise InputError(f"the stages of {pipeline.name} are {[s.name for s in pipeline.stages]}.")
-    stages: list[tuple[str, Config]] = []
-    for stage in pipeline.stages:
-        config = stage.config.from_dict(stored["stages"][stage.name])
-        reason = config.reject(case)
-        if reason:
-            raise InputError(f"{stage.name}: {reason}.")
-        stages.append((stage.name, config))
-    return Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=tuple(stages), kept=kept)
+    stages = tuple((stage.name, stage.config.from_dict(stored["stages"][stage.name])) for stage in pipeline.stages)
+    plan = Plan(pipeline=pipeline.name, BT=case.BT, BC=case.BC, stages=stages, kept=kept)
+    if rejection := find_rejection(plan, case):
+        raise InputError(f"{rejection}.")
+    return plan
 
 
 def pipeline_defaults(pipeline: str, case: Case) -> Plan:
@@ -142,40 +130,30 @@ def iter_defaults(
 ) -> Iterator[Plan]:
     """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
 
-    Args:
-        problem: what is called.
-        device: where it runs.
-        BT: most tokens a chunk.
-        BC: most tokens a sub-chunk.
-        pipeline: only plans of this one, which need not be a default.
-
-    Raises:
-        InputError: the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
-            largest chunks if it is about one pipeline.
+    BT and BC are the most tokens a chunk and a sub-chunk; a pipeline that is given need not be a default. Raises
+    InputError if the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
+    largest chunks if it is about one pipeline.
     """
     ranked = DEFAULT_PIPELINES[problem.direction] if pipeline is None else (pipeline,)
+    sizes = [size for size in BT_CHOICES if size <= BT]  # the largest first
+    cases = [Case(problem=problem, device=device, BT=size, BC=min(BC, size)) for size in sizes]
     failures: list[str] = []
-    found = False
-    for size in (choice for choice in sorted(BT_CHOICES, reverse=True) if choice <= BT):
-        case = Case(problem=problem, device=device, BT=size, BC=min(BC, size))
-        for name in ranked:
-            plan = pipeline_defaults(name, case)
-            rejection = find_rejection(plan, case)
-            if rejection:
-                failures.append(rejection)
-            else:
-                found = True
-                yield plan
-    if not found and pipeline is not None:
-        raise InputError(f"{pipeline} does not run {problem.key} on {device.slug}: {failures[0]}.")
-    if not found:
+    for case, name in itertools.product(cases, ranked):
+        plan = pipeline_defaults(name, case)
+        if rejection := find_rejection(plan, case):
+            failures.append(rejection)
+        else:
+            yield plan
+    if len(failures) == len(cases) * len(ranked):
+        if pipeline is not None:
+            raise InputError(f"{pipeline} does not run {problem.key} on {device.slug}: {failures[0]}.")
         raise InputError(f"{problem.key} does not fit {device.slug}: {failures[-1]}.")
 
 
 def default_plan(
     problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
 ) -> Plan:
-    """The plan when nothing is tuned: the first of :func:`iter_defaults`, which see."""
+    """The first of :func:`iter_defaults`."""
     return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
 
 
@@ -218,10 +196,8 @@ def select_plan(
         return PlanSelection(plan=plan, step="pinned", source="caller", reason="the caller pinned this plan")
     passed_over: list[str] = []
     numerics = pin.numerics if pin else None
-    hits = iter_hits(
-        Key.of(problem), device, databases, operator=problem.operator, direction=problem.direction, numerics=numerics
-    )
-    for hit in hits:
+    key, operator, direction = Key.of(problem), problem.operator, problem.direction
+    for hit in iter_hits(key, device, databases, operator=operator, direction=direction, numerics=numerics):
         stale = stale_stages(hit.entry, _fingerprints(hit.entry.plan))
         if chunk_size is not None and hit.entry.plan["BT"] != chunk_size:
             passed_over.append(f"{hit.reason} But chunk_size={chunk_size} was asked for.")
@@ -236,7 +212,7 @@ def select_plan(
             return PlanSelection(
                 plan=plan,
                 step=hit.step,
-                source=hit.source,
+                source=hit.database.name,
                 reason=hit.reason,
                 stale=stale,
                 passed_over=tuple(passed_over),
@@ -248,7 +224,7 @@ def select_plan(
     if chunk_size not in (None, chosen.BT):
         what = f"{device.slug} has no room for chunks" if numerics is None else f"{numerics} has no chunks"
         raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={chosen.BT} or less.")
-    reason = f"nothing tuned for {Key.of(problem).text} on {device.slug}; run `kda-tl tune` there"
+    reason = f"nothing tuned for {key.text} on {device.slug}; run `kda-tl tune` there"
     return PlanSelection(plan=chosen, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
 
 
@@ -309,22 +285,14 @@ def select_cached(problem: Problem, device: Device, chunk_size: int | None = Non
 
 @functools.lru_cache(maxsize=512)
 def build_program(plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
-    """A plan's kernels for a problem without lengths, compiled once a process; see :meth:`Program.build`.
-
-    Raises:
-        CompileError: a kernel does not compile; the message names stage, config and reason.
-    """
+    """A plan's kernels for a problem without lengths, compiled once a process: :meth:`Program.build`, cached."""
     return Program.build(plan, problem, device, from_residuals=from_residuals)
 
 
 def load_program(
     problem: Problem, device: Device, chunk_size: int | None = None
 ) -> tuple[PlanSelection, Program | None]:
-    """The choice for a problem and its compiled program, None on the reference path.
-
-    Raises:
-        CompileError: a kernel does not compile; the message names stage, config and reason.
-    """
+    """The choice for a problem and its compiled program, None on the reference path; compiles as Program.build does."""
     choice = select_cached(problem, device, chunk_size)
     if choice.plan is None:
         return choice, None

@@ -59,11 +59,7 @@ class _Error(ctypes.Structure):
 
 
 class Headers:
-    """Tensor headers in one block, whose addresses a caller rewrites before every call.
-
-    Attributes:
-        addresses: int64 view of the headers' data pointers, in order.
-    """
+    """Tensor headers in one block. A caller rewrites ``addresses``, their data pointers in order, before every call."""
 
     def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
         self._shapes = [_int64s(shape) for shape, _ in tensors]  # headers point into these
@@ -87,14 +83,7 @@ def _int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 class Arguments:
-    """The arguments of one call: headers, then numbers, which a caller rewrites before every call.
-
-    Attributes:
-        numbers: float64 view of the numbers.
-        address: of the block.
-        count: of the arguments.
-        result: what the call returns.
-    """
+    """The arguments of one call: headers, then ``numbers``, which a caller rewrites before every call."""
 
     def __init__(self, headers: Sequence[int], numbers: int) -> None:
         self.count, self.result = len(headers) + numbers, _Any()

@@ -24,11 +24,8 @@ class Program:
     """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed.
 
     Attributes:
-        plan: what it was built from.
-        problem: what it was built for.
-        pipeline: of the plan.
         kernels: by stage name.
-        given: what callers give beside the operator's tensors: residuals, or nothing.
+        given: names of the residuals that callers give beside the operator's tensors, if they do.
     """
 
     plan: Plan
@@ -42,8 +39,7 @@ class Program:
     def build(cls, plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> Program:
         """Compiles the stages that a problem needs; ``from_residuals``, those that residuals do not spare.
 
-        Raises:
-            CompileError: a stage cannot be compiled.
+        Raises CompileError if a stage cannot be compiled.
         """
         from kda_tl.templates.pipelines import PIPELINES
 
@@ -67,15 +63,14 @@ class Program:
     ) -> Compute:
         """The pass for all calls of one size; calling it does not wait for the device.
 
+        It is a function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened
+        over the batch) that returns the results by name, None for absent ones.
+
         Args:
             sizes: of :class:`kda_tl.core.layout.Layout`.
             device: where it runs.
             results: names of the tensors that the caller wants, also residuals; those of the problem unless given.
             views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
-
-        Returns:
-            A function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened over
-            the batch) that returns the results by name, None for absent ones.
         """
         if device.type != "cuda":
             return lambda tensors: self.run(tensors, sizes, device, results)

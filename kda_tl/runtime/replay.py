@@ -31,11 +31,9 @@ class Value:
     """A tensor of a recorded pass.
 
     Attributes:
-        name: of the operator's argument or the stage's output.
         role: "given" by the caller, "made" by a launch, or "absent" from the problem.
         slot: how the last kernel that used the tensor sees it.
-        born: number of the launch that makes it.
-        dies: number of the last launch that uses it.
+        born, dies: numbers of the launch that makes it and of the last one that uses it.
     """
 
     name: str
@@ -47,11 +45,10 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One recorded call: tensors in the order of the kernel's slots, then names of numbers."""
+    """One recorded call: tensors in the order of the kernel's slots, then the numbers of its stage."""
 
     kernel: Kernel
     tensors: tuple[Value, ...]
-    numbers: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +75,7 @@ def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -
                 value = environment.setdefault(slot.name, Value(slot.name, "given"))
             value.slot, value.dies = slot, number
             tensors.append(value)
-        launches.append(Launch(kernel=kernel, tensors=tuple(tensors), numbers=stage.scalars))
+        launches.append(Launch(kernel=kernel, tensors=tuple(tensors)))
     results = {name: environment.get(name) for name in flow.results}
     return Recording(sizes=sizes, launches=tuple(launches), results=results)
 
@@ -86,11 +83,7 @@ def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -
 def place(sizes_bytes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
     """Offsets of tensors in a workspace, and its size in bytes; tensors that live together never overlap.
 
-    The largest first, each at the lowest offset that is free for its whole life.
-
-    Args:
-        sizes_bytes: of each tensor.
-        lives: first and last launch of each tensor.
+    The largest first, each at the lowest offset that is free for its whole life, from its first launch to its last.
     """
     offsets = [0] * len(sizes_bytes)
     placed: list[int] = []
@@ -108,22 +101,13 @@ class Replay:
     """A recorded pass, called with the operator's arguments by name.
 
     Tensors must have the recorded shapes and dtypes, be contiguous and lie on 16-byte boundaries: callers see to it,
-    nothing here looks. Kernels go to the current stream. Calls from several threads take turns.
-
-    Args:
-        recording: the pass.
-        device: where it runs.
-        views: shapes of results other than the recorded ones, of as many elements.
-
-    Attributes:
-        workspace_bytes: what intermediates take of the device's memory during a call.
+    nothing here looks. Kernels go to the current stream. Calls from several threads take turns. ``views`` are shapes of
+    results other than the recorded ones, of as many elements; ``workspace_bytes`` is what intermediates take of the
+    device's memory during a call.
     """
 
     def __init__(
-        self,
-        recording: Recording,
-        device: torch.device,
-        views: Mapping[str, tuple[int, ...]] | None = None,
+        self, recording: Recording, device: torch.device, views: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
         slots = {s: s.slot for launch in recording.launches for s in launch.tensors if s.slot}
         wanted = {name: value for name, value in recording.results.items() if value}
@@ -149,22 +133,16 @@ class Replay:
         address = {value: self._headers.address(i) for i, value in enumerate(order)}
         self._calls, self._blocks = [], []
         for launch in recording.launches:
-            block = Arguments([address[value] for value in launch.tensors], len(launch.numbers))
+            numbers = launch.kernel.stage.scalars
+            block = Arguments([address[value] for value in launch.tensors], len(numbers))
             self._calls.append((launch, prepare_call(launch.kernel.function, block)))
-            self._blocks.append((launch.numbers, block))
+            self._blocks.append((numbers, block))
         self._numbers: list[float] = []  # those that the blocks hold
         self._names_of_numbers = sorted({name for names, _ in self._blocks for name in names})
         self._device, self._lock = device, threading.Lock()
 
     def __call__(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Launches the kernels.
-
-        Returns:
-            The pass's results by name, None for absent ones.
-
-        Raises:
-            LaunchError: a kernel was refused.
-        """
+        """Launches the kernels: the pass's results by name, None for absent ones. Raises LaunchError."""
         workspace = self._new_bytes((self.workspace_bytes,))
         results: dict[str, Any] = {name: new(shape) for name, shape, new in self._wanted}
         outer = [arguments[name].data_ptr() for name in self._given]
