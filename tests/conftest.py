@@ -22,8 +22,11 @@ SEED_VARIABLE = "KDA_TL_TEST_SEED"
 LONGEST = (
     "test_autograd.py",
     "test_tuner.py",
+    "test_stage_search.py",
+    "test_plan_search.py",
     "test_templates.py",
     "test_chunk.py",
+    "test_chunk_memory.py",
     "test_cli_tune.py",
     "test_cli.py",
     "test_emulated.py",
@@ -83,6 +86,17 @@ def no_user_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         for name in ("KDA_TL_DB", "KDA_TL_STRICT"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: a second thread only waits."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

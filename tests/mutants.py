@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trees import ROOT, copy_tree, environment_of
+from support.trees import ROOT, copy_tree, environment_of
 
 TABLE = Path(__file__).with_name("mutations.txt")
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
@@ -114,8 +114,8 @@ def run_child(folder: Path, tests: Sequence[str]) -> None:
         os.chdir(folder)
         os.environ.update(environment_of(folder), PYTHONDONTWRITEBYTECODE="1")
         sys.path[:] = [str(folder), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
-        for name in ("trees", *(name for name in sys.modules if name.partition(".")[0] == "kda_tl")):
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("kda_tl", "support")]:
+            del sys.modules[name]
         sys.dont_write_bytecode = True
         import pytest
 

@@ -16,11 +16,12 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 pytestmark = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
 
-# FLA needs Triton even to be imported: test_fla.py's stub of its registry, and a layer that calls FLA's function as
+# FLA needs Triton even to be imported: a stub of its registry, and a layer that calls FLA's function as
 # FLA's own does. That function returns a string unless kda_tl serves the call.
 WITH_STUB = """
 import runpy, sys, types
-import pytest, test_fla, torch
+import pytest, torch
+from support.fla_stub import install_stub
 from torch import nn
 
 class KimiDeltaAttention(nn.Module):
@@ -36,7 +37,7 @@ class KimiDeltaAttention(nn.Module):
                          use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, state_v_first=True)
         return self.o_norm(o, gate).flatten(2), None, None
 
-test_fla.install_stub(pytest.MonkeyPatch())
+install_stub(pytest.MonkeyPatch())
 sys.modules["fla.layers"] = types.ModuleType("fla.layers")
 sys.modules["fla.layers"].KimiDeltaAttention = KimiDeltaAttention
 runpy.run_path(sys.argv[1], run_name="__main__")

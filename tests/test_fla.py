@@ -6,11 +6,7 @@ the real one as well where it can be imported. On a GPU, FLA's own kernels and l
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import inspect
-import os
 import re
 import sys
 import types
@@ -19,184 +15,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cases
 import pytest
 import torch
-from cases import OPERATOR, draw_call, operator_arguments
+from support.cases import OPERATOR
+from support.fla_stub import (
+    ORDERS,
+    SMALL,
+    StubBackend,
+    StubRegistry,
+    arguments_of,
+    assert_same,
+    install_stub,
+    record_served,
+    registered,
+    stub_chunk_kda,
+    why_not_importable,
+)
 
 import kda_tl
 from kda_tl import fla
 from kda_tl.core.device import cpu_device, find_compiler
-from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops import load_all
 from kda_tl.ops.kda import chunk_kda
-from kda_tl.reference import relative_error
 from kda_tl.runtime.dispatch import PlanSelection
 
-SMALL = replace(cases.SMALL, state_v_first=True)
 PACKED = (3, 0, 70, 1)
 needs_compiler = pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++")
-
-
-@functools.cache
-def shorten_autotuning() -> None:
-    """Two configs a kernel of FLA instead of up to a hundred that are all compiled: its speed is not tested here."""
-    from triton.runtime.autotuner import Autotuner
-
-    make = Autotuner.__init__
-
-    def make_short(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
-        make(self, fn, arg_names, configs[:2], *rest, **named)
-
-    Autotuner.__init__ = make_short
-
-
-def why_not_importable() -> str:
-    with contextlib.suppress(ImportError):
-        shorten_autotuning()
-    try:
-        importlib.import_module("fla.ops.kda.chunk")
-    except Exception as error:  # without a GPU, Triton and FLA raise what they like
-        return f"FLA cannot be imported: {error}"
-    return ""
-
-
-# A stub: what kda_tl.fla uses of fla/backends.py, FLA 0.6.0, and what FLA makes of it at a call
-
-
-class StubBackend:
-    """Mirrors BaseBackend: a verifier that raises declines; FLA_<TYPE> overrides the backend's own switch."""
-
-    backend_type = "base"
-    priority = 5
-    env_var: str | None = None
-
-    def is_enabled(self) -> bool:
-        forced = os.environ.get(f"FLA_{self.backend_type.upper()}", "0") != "0"
-        return self.env_var is None or forced or os.environ.get(self.env_var, "1") != "0"
-
-    def verify(self, name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        verifier = getattr(self, f"{name}_verifier", None)
-        try:
-            return (True, None) if verifier is None else verifier(*args, **kwargs)
-        except Exception as error:
-            return False, str(error)
-
-
-class StubRegistry:
-    """Mirrors BackendRegistry, register and dispatch: lower priorities first, one backend a type.
-
-    ``target`` is what FLA registers backends for: the function, or the name of a registry that functions share.
-    """
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        self.backends: dict[str, StubBackend] = {}
-        self.rejected: list[str | None] = []
-
-    def dispatch(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for backend in sorted(self.backends.values(), key=lambda b: b.priority):
-                if not backend.is_enabled():
-                    continue
-                accepted, reason = backend.verify(name, *args, **kwargs)
-                implementation = getattr(backend, name, None)
-                if accepted and implementation is not None:
-                    return implementation(*args, **kwargs)
-                self.rejected.append(reason)
-            return function(*args, **kwargs)
-
-        return wrapper
-
-
-def stub_chunk_kda(  # the signature of fla/ops/kda/chunk.py, FLA 0.6.0
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    scale: Any = None,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: Any = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Any = None,
-    cu_seqlens_cpu: Any = None,
-    cp_context: Any = None,
-    use_graph: bool = False,
-    max_num_seqs: Any = None,
-    **kwargs: Any,
-) -> str:
-    return "FLA's own"
-
-
-def stub_chunk_gated_delta_rule(  # the signature of fla/ops/gated_delta_rule/chunk.py, FLA 0.6.0
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    scale: Any = None,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Any = None,
-    cu_seqlens_cpu: Any = None,
-    chunk_indices: Any = None,
-    cp_context: Any = None,
-    **kwargs: Any,
-) -> str:
-    return "FLA's own"
-
-
-STUBS: dict[str, tuple[Callable[..., Any], str]] = {  # and the registry that FLA shares between functions
-    "chunk_kda": (stub_chunk_kda, ""),
-    "chunk_gated_delta_rule": (stub_chunk_gated_delta_rule, "gated_delta_rule"),
-}
-ORDERS = {name: tuple(inspect.signature(function).parameters)[:-1] for name, (function, _) in STUBS.items()}
 ORDER = ORDERS["chunk_kda"]
 SERVICE = fla.Service(OPERATOR, ORDER)
-
-
-def install_stub(patch: pytest.MonkeyPatch, **changes: Any) -> StubRegistry:
-    """Puts the stubs where FLA's modules are imported from. Returns the registry of ``chunk_kda``."""
-    registries = {name: StubRegistry(shared or function) for name, (function, shared) in STUBS.items()}
-
-    def register(target: Any, *, env_var: str | None = None) -> Callable[[type[StubBackend]], None]:
-        by_target = {registry.target: registry for registry in registries.values()}
-        registry = by_target[target if isinstance(target, str) else inspect.unwrap(target)]
-
-        def add(backend: type[StubBackend]) -> None:
-            made = registry.backends[backend.backend_type] = backend()
-            made.env_var = env_var
-
-        return add
-
-    held: dict[tuple[str, str], Any] = {
-        ("fla", "__version__"): "0.6.0",
-        ("fla.backends", "BaseBackend"): StubBackend,
-        ("fla.backends", "register"): register,
-    }
-    for name, registry in registries.items():
-        dispatched = registry.dispatch(STUBS[name][0], name)
-        held[load_all()[name].fla.module, name] = changes.get(name, dispatched)
-    for module in {".".join(module.split(".")[:n]) for module, _ in held for n in range(1, 5)}:
-        patch.setitem(sys.modules, module, types.ModuleType(module))
-    for (module, name), value in held.items():
-        setattr(sys.modules[module], name, value)
-    return registries["chunk_kda"]
 
 
 @pytest.fixture
@@ -215,45 +62,12 @@ def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield function
 
 
-@contextlib.contextmanager
-def registered(name: str = "chunk_kda") -> Iterator[Callable[..., Any]]:
-    """FLA's function of that name with our backend inside a ``with`` block; the real registry is left as it was."""
-    fla.register()
-    entries = [(each, getattr(sys.modules[each.fla.module], each.name)) for each in load_all().values()]
-    yield next(function for each, function in entries if each.name == name)
-    backends = sys.modules["fla.backends"]
-    if hasattr(backends, "_function_registries"):  # the stub goes with its test
-        for each, function in entries:
-            of_name = backends._operation_registries.get(each.fla.registry)
-            registry = of_name or backends._function_registries[inspect.unwrap(function)]
-            del registry._backends[fla.BACKEND]
+# Registration
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Arguments that reached our operator through FLA."""
-    calls: list[dict[str, Any]] = []
-
-    def record(operator: Any, arguments: dict[str, Any]) -> Any:
-        calls.append(arguments)
-        return operator.call(**arguments)
-
-    monkeypatch.setattr(fla, "_serve", record)
-    return calls
-
-
-def arguments_of(problem: Problem, seed: int, lengths: tuple[int, ...] = (70,), device: str = "cpu") -> dict[str, Any]:
-    """Arguments of chunk_kda, which FLA's takes by the same names."""
-    varlen = len(lengths) > 1
-    return operator_arguments(draw_call(problem, lengths, seed, varlen=varlen, device=device))
-
-
-def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert len(one) == len(other)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-# Registration
+    return record_served(monkeypatch)
 
 
 def test_is_an_attribute_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,102 +365,3 @@ def test_switch_is_read_at_every_call(
     for value, calls in (("1", 1), ("0", 1), ("1", 2), ("0", 2)):
         monkeypatch.setenv("KDA_TL_FLA", value)
         assert (function(**arguments) == "FLA's own") == (value == "0") and len(served) == calls
-
-
-# On a GPU, the real FLA
-
-
-@pytest.fixture
-def real() -> Iterator[Callable[..., Any]]:
-    if reason := why_not_importable():
-        pytest.skip(reason)
-    with registered() as function:
-        yield function
-
-
-BF16 = replace(SMALL, H=2, HV=4, K=128, V=128, dtype="bf16")
-PEERS_AGREE = 2e-2  # each is within 6e-3 of the recurrence
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lengths", ((200,), (130, 70)), ids=("dense", "packed"))
-def test_fla_returns_our_numbers(
-    real: Callable[..., Any],
-    lengths: tuple[int, ...],
-    served: list[Any],
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arguments = arguments_of(BF16, seed, lengths, "cuda")
-    arguments["A_log"].requires_grad_()
-    if arguments["cu_seqlens"] is not None:
-        arguments["cu_seqlens"] = arguments["cu_seqlens"].long()
-    with torch.no_grad():
-        ours = chunk_kda(**arguments)
-        assert_same(real(**arguments), ours)
-        assert len(served) == 1
-        monkeypatch.setenv("KDA_TL_FLA", "0")
-        own = real(**arguments)
-    assert len(served) == 1
-    assert max(relative_error(a, b.double()) for a, b in zip(own, ours, strict=True)) < PEERS_AGREE
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("disable_recompute", (False, True), ids=("recomputed", "kept"))
-def test_fla_trains_on_us(
-    real: Callable[..., Any],
-    disable_recompute: bool,
-    served: list[Any],
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FLA_TILELANG", "0")  # its Triton kernels; those in TileLang want a tilelang of their own
-    arguments = arguments_of(BF16, seed, (200,), "cuda") | {"disable_recompute": disable_recompute}
-    leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]
-
-    def gradients() -> tuple[torch.Tensor, ...]:
-        o, _ = real(**arguments)
-        return torch.autograd.grad(o, leaves, torch.linspace(-1, 1, o.numel(), device="cuda").view_as(o).to(o.dtype))
-
-    ours = gradients()
-    assert len(served) == 1
-    monkeypatch.setenv("KDA_TL_FLA", "0")
-    own = gradients()
-    assert len(served) == 1
-    assert max(relative_error(a, b.double()) for a, b in zip(own, ours, strict=True)) < 2 * PEERS_AGREE
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("safe", (False, True), ids=("softplus", "safe"))
-def test_fla_layer_runs_on_us(
-    real: Callable[..., Any], safe: bool, served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = pytest.importorskip("fla.layers", reason="FLA's layers need transformers", exc_type=ImportError)
-    torch.manual_seed(seed)
-    gate = {"safe_gate": True, "lower_bound": -5.0} if safe else {}
-    layer = layers.KimiDeltaAttention(hidden_size=256, head_dim=128, num_heads=2, layer_idx=0, **gate)
-    layer = layer.to("cuda", torch.bfloat16).eval()
-    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        ours, *_ = layer(x)
-        assert len(served) == 1
-        monkeypatch.setenv("KDA_TL_FLA", "0")
-        own, *_ = layer(x)
-    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
-
-
-@pytest.mark.gpu
-def test_fla_layer_of_gated_deltanet_runs_on_us(
-    real: Callable[..., Any], served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = pytest.importorskip("fla.layers", reason="FLA's layers need transformers", exc_type=ImportError)
-    torch.manual_seed(seed)
-    layer = layers.GatedDeltaNet(hidden_size=256, head_dim=64, num_heads=2, layer_idx=0)
-    layer = layer.to("cuda", torch.bfloat16).eval()
-    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        ours, *_ = layer(x)
-        assert len(served) == 1
-        monkeypatch.setenv("KDA_TL_FLA", "0")
-        own, *_ = layer(x)
-    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE

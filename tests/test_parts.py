@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,16 @@ class Item:
 
     nodeid: str
     draws: int | None = None  # None: not of the rest
+    per: str | None = None
+
+    @property
+    def callspec(self) -> Any:
+        return SimpleNamespace(params={"direction": self.nodeid.partition("[")[2].partition("-")[0]})
 
     def get_closest_marker(self, name: str) -> Any:
         assert name == "rest"
-        return None if self.draws is None else pytest.mark.rest(draws=self.draws).mark
+        options = {} if self.per is None else {"per": self.per}
+        return None if self.draws is None else pytest.mark.rest(draws=self.draws, **options).mark
 
 
 COMMON = [Item(f"tests/test_a.py::test_common[{n}]") for n in range(5)]
@@ -64,3 +71,11 @@ def test_every_part_says_what_it_leaves_out() -> None:
     shard = parts.describe("2/4")
     assert "shard 2 of 4" in shard and "left to make test, the rest to other shards" in shard
     assert "nothing is left" in parts.describe("all")
+
+
+def test_draws_may_be_of_each_value_of_a_parameter() -> None:
+    grid: Any = [
+        Item(f"tests/test_a.py::test_grid[{way}-{n}]", 2, "direction") for way in ("fwd", "bwd") for n in range(50)
+    ]
+    drawn = [item.callspec.params["direction"] for item in parts.select(grid, "test")]
+    assert Counter(drawn) == {"fwd": 2, "bwd": 2}

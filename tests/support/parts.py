@@ -1,7 +1,8 @@
 """Which tests a run takes: ``pytest --part``. What ``test`` leaves out is the rest, which the shards divide.
 
 ``@pytest.mark.rest`` marks a test that ``make test`` leaves to ``make test-shard`` and ``make test-all``;
-``@pytest.mark.rest(draws=2)`` one with a grid of parameters, of which ``make test`` draws two by the run's seed.
+``@pytest.mark.rest(draws=2)`` one with a grid of parameters, of which ``make test`` draws two by the run's seed;
+``@pytest.mark.rest(draws=2, per="direction")`` two of each value of a parameter.
 """
 
 from __future__ import annotations
@@ -54,9 +55,16 @@ def shard_of(node_id: str, count: int) -> int:
     return int.from_bytes(hashlib.sha256(node_id.encode()).digest()[:8], "big") % count + 1
 
 
-def draw(grid: Sequence[pytest.Item], draws: int) -> list[pytest.Item]:
+def name_grid(item: pytest.Item) -> str:
+    """The test and, where draws are per value of a parameter, that value."""
+    marker, name = item.get_closest_marker("rest"), item.nodeid.partition("[")[0]
+    assert marker is not None
+    return f"{name}[{item.callspec.params[marker.kwargs['per']]}" if "per" in marker.kwargs else name
+
+
+def draw(name: str, grid: Sequence[pytest.Item], draws: int) -> list[pytest.Item]:
     """Points of a test's grid, by the run's seed."""
-    rng = random.Random(f"{os.environ[SEED_VARIABLE]}/{grid[0].nodeid.partition('[')[0]}")
+    rng = random.Random(f"{os.environ[SEED_VARIABLE]}/{name}")
     return rng.sample(list(grid), min(draws, len(grid)))
 
 
@@ -71,12 +79,12 @@ def select(items: Sequence[pytest.Item], part: str) -> list[pytest.Item]:
         return [item for item in rest if shard_of(item.nodeid, count) == number]
     grids: dict[str, list[pytest.Item]] = {}
     for item in rest:
-        grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        grids.setdefault(name_grid(item), []).append(item)
     left = set(rest)
-    for grid in grids.values():
+    for name, grid in grids.items():
         marker = grid[0].get_closest_marker("rest")
         assert marker is not None
-        left.difference_update(draw(grid, marker.kwargs.get("draws", 0)))
+        left.difference_update(draw(name, grid, marker.kwargs.get("draws", 0)))
     return [item for item in items if item not in left]
 
 

@@ -1,0 +1,100 @@
+"""On the GPU that is here: sequences cut into segments, against the references and against whole sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Call, draw_backward, operator_arguments
+from support.gpu_calls import assert_same_bits, check_stage, differentiate, draw, leaves_of, outputs, seeds_of
+from support.gpu_cases import (
+    CUT,
+    DECAYS,
+    FORWARD,
+    GRADIENT_TOLERANCE,
+    SCANNED,
+    TOLERANCE,
+    backward_of,
+    hopper_plan,
+    stage_case,
+)
+
+import kda_tl
+from kda_tl import templates
+from kda_tl.reference import relative_error
+from kda_tl.templates.pipelines import PIPELINES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("defaults_only"),
+    pytest.mark.timeout(500),
+]  # the first waits for all kernels
+
+CUTTING = {
+    **dict.fromkeys(("fwd_segment", "fwd_merge", "fwd_resume"), "prep_segments"),
+    **dict.fromkeys(("bwd_segment", "bwd_merge", "bwd_resume"), "prep_scan_segments"),
+}
+
+
+@pytest.mark.parametrize("stage_name", CUTTING)
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("segments", (4, 16))
+def test_many_segments_equal_reference(stage_name: str, name: str, segments: int, seed: int) -> None:
+    """Segments of one and of several chunks, of sequences that are cut and whole, in one launch.
+
+    Not of very many: what a transition keeps after ten chunks is 1e-34 where gates are steep.
+    """
+    stage, pipeline = templates.load(stage_name), PIPELINES[f"{CUTTING[stage_name]}_{segments}"]
+    for lengths in ((1000,), (700, 0, 65, 1, 333)):
+        check_stage(stage, name, stage.default(stage_case(stage_name, name)), seed, pipeline, lengths)
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> None:
+    """Exact for any gate: a long sequence among short ones, against the same kernels over whole sequences."""
+    _, problem = FORWARD[name]
+    call = draw(name, (5000, 64, 0, 700), seed, decay, varlen=True)
+    arguments = operator_arguments(call)
+    with kda_tl.pin(hopper_plan(problem)):
+        whole = outputs(arguments)
+    for segments in (4, 8, 16):
+        with kda_tl.pin(hopper_plan(problem, f"prep_segments_{segments}")):
+            for one, other in zip(outputs(arguments), whole, strict=True):
+                assert relative_error(one, other) < TOLERANCE[problem.dtype], f"{segments} segments"
+
+
+def gradients_of(name: str, call: Call, pipeline: str, **changes: Any) -> dict[str, torch.Tensor]:
+    """By the names of the tensors, with the default plan of a backward pipeline."""
+    arguments = operator_arguments(call) | changes
+    leaves = leaves_of(arguments)
+    with kda_tl.pin(hopper_plan(backward_of(SCANNED[name][1]), pipeline)):
+        return dict(zip(leaves, differentiate(arguments, leaves, seeds_of(call)), strict=True))
+
+
+@pytest.mark.parametrize("name", SCANNED)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradients_of_cut_sequences_equal_those_of_whole_ones(name: str, decay: str, seed: int) -> None:
+    """As above, backwards; dA_log, whose terms may cancel, relative to them."""
+    call = draw_backward(draw(name, (5000, 64, 0, 700), seed, decay, varlen=True), seed)
+    whole = gradients_of(name, call, "prep_scan")
+    tolerance = GRADIENT_TOLERANCE[call.problem.dtype]
+    for segments in (4, 8, 16):
+        found = gradients_of(name, call, f"prep_scan_segments_{segments}")
+        errors = {tensor: relative_error(grad, whole[tensor]) for tensor, grad in found.items()}
+        if "A_log" in errors:
+            size = whole["A_log"].double().norm()
+            terms = call.slope_terms(whole["g"].flatten(0, 1).double()).abs().sum(0).norm()
+            errors["A_log"] *= float(size / max(size, terms))
+        assert max(errors.values()) < tolerance, f"{errors} {segments} segments"
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_gradients_of_cut_sequences_have_the_same_bits(name: str, seed: int) -> None:
+    """Again, and from what the forward keeps."""
+    call = draw_backward(draw(name, (1000, 64, 0, 700), seed, varlen=True), seed)
+    first, again = (list(gradients_of(name, call, "prep_scan_segments_8").values()) for _ in range(2))
+    assert_same_bits(again, first)
+    kept = gradients_of(name, call, "prep_scan_segments_8", disable_recompute=True)
+    assert_same_bits(list(kept.values()), first)

@@ -1,0 +1,304 @@
+"""What files of GPU tests share: specialisations, plans, the kernels they need, and how exact results must be.
+
+All kernels are compiled first, in parallel, into TileLang's disk cache: on the 16 cores of an H200 machine that is most
+of the time these tests take.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.cases import random_of_run
+
+from kda_tl import templates
+from kda_tl.core.device import Device, cuda_device
+from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case, Config, Plan
+from kda_tl.database.store import Entry, sources
+from kda_tl.ops import load_all
+from kda_tl.runtime.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
+from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.tune.isolate import WorkerFailure, map_pool
+
+# bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest
+TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 2e-4}
+# three rounded products in a row where the forward has one
+GRADIENT_TOLERANCE = {"bf16": 1.5e-2, "fp16": 1.5e-2, "fp32": 2e-4}
+PACKED = (0, 1, 130, 64, 0, 77)
+DECAYS = ("steep", "slow", "mixed")
+FULL: dict[str, Any] = {
+    "tokens": 0,
+    "has_A_log": True,
+    "has_dt_bias": True,
+    "l2norm": True,
+    "beta": "sigmoid",
+    "initial_state": True,
+    "final_state": True,
+}
+LOG: dict[str, Any] = {"has_A_log": False, "has_dt_bias": False, "gate": "log"}
+
+
+def make(BT: int, H: int, HV: int, K: int, V: int, **fields: Any) -> tuple[int, Problem]:
+    return BT, Problem(H=H, HV=HV, K=K, V=V, **{**FULL, **fields})
+
+
+# Tokens a chunk, and what the kernels are specialised for. Every value of every field occurs; not every pair does.
+SPECIALISED = {
+    "bf16-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
+    "bf16-safe-K128-V128-BT32-GVA-vk": make(32, 2, 4, 128, 128, gate="safe", state_v_first=True),
+    "bf16-softplus-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="softplus", has_dt_bias=False),
+    "bf16-log-K128-V128-BT16": make(16, 1, 1, 128, 128, **LOG, l2norm=False, beta="plain"),
+    "bf16-safe-K64-V64-BT16": make(16, 2, 4, 64, 64, gate="safe", has_A_log=False, beta="sigmoid2"),
+    "bf16-softplus-K60-V100-GVA-vk": make(64, 2, 4, 60, 100, gate="softplus", state_v_first=True),
+    "bf16-safe-K32-V256": make(64, 1, 1, 32, 256, gate="safe"),
+    "bf16-log-K256-V256-BT32": make(32, 2, 4, 256, 256, **LOG),
+    "bf16-softplus-K256-V256": make(64, 1, 1, 256, 256, gate="softplus"),
+    "bf16-log-K64-V64-bare": make(
+        64, 2, 4, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+    "fp16-safe-K128-V128": make(64, 2, 4, 128, 128, gate="safe", dtype="fp16", g_dtype="fp32"),
+    "fp16-log-K60-V100-BT32-vk": make(32, 1, 1, 60, 100, **LOG, dtype="fp16", state_v_first=True),
+    "fp32-softplus-K128-V128": make(64, 1, 1, 128, 128, gate="softplus", dtype="fp32"),
+    "fp32-safe-K60-V100-BT16": make(16, 2, 4, 60, 100, gate="safe", dtype="fp32"),
+    "bf16-softplus-K100-V60-H4": make(64, 4, 4, 100, 60, gate="softplus"),
+    "fp32-log-K32-V32-H4-BT32": make(32, 4, 4, 32, 32, **LOG, dtype="fp32"),
+}
+# The same for the pipelines that only Hopper runs: with sequences whole, and cut into segments
+WHOLE = {
+    "prep-safe-K128-V128": make(64, 1, 1, 128, 128, gate="safe"),
+    "prep-softplus-K128-V128-GVA-vk": make(64, 2, 4, 128, 128, gate="softplus", state_v_first=True),
+    "prep-log-K64-V64-bare": SPECIALISED["bf16-log-K64-V64-bare"],
+    "prep-safe-K100-V192": make(64, 2, 4, 100, 192, gate="safe", has_A_log=False, has_dt_bias=False, beta="sigmoid2"),
+    "prep-log-K128-V64-H4": make(64, 4, 4, 128, 64, **LOG, g_dtype="fp32"),
+    "prep-softplus-K256-V128-GVA-vk": make(64, 2, 4, 256, 128, gate="softplus", state_v_first=True),
+    "prep-safe-K230-V256": make(64, 1, 1, 230, 256, gate="safe", has_dt_bias=False),
+    "prep-log-K256-V64-bare": make(
+        64, 2, 2, 256, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+}
+CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items() if made[1].K <= 128}
+HOPPER = WHOLE | CUT
+# And for the backward that only Hopper runs, beside those above that it takes
+SCANNED = {
+    "scan-safe-K128-V128-vk": make(64, 2, 2, 128, 128, gate="safe", state_v_first=True),
+    "scan-softplus-K64-V128": make(64, 2, 2, 64, 128, gate="softplus", has_dt_bias=False, beta="sigmoid2"),
+    "scan-softplus-K128-V128": make(64, 1, 1, 128, 128, gate="softplus", beta="plain"),
+    "scan-log-K64-V64-bare": make(
+        64, 2, 2, 64, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+    "scan-safe-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="safe"),
+    "scan-log-K64-V64-GVA-bare": SPECIALISED["bf16-log-K64-V64-bare"],
+}
+# Head dimensions that are no power of two when they are padded; two of each are drawn, new ones each run
+ODD_DIMS = (80, 96, 130, 160, 200)
+
+
+def draw_odd(dtype: str) -> tuple[int, Problem]:
+    """A problem with one such dimension, or two."""
+    rng = random_of_run(f"odd {dtype}")
+    K, V = rng.choice(ODD_DIMS), rng.choice((*ODD_DIMS, 64, 128))
+    K, V = rng.choice(((K, V), (V, K)))
+    gate = rng.choice(("log", "softplus", "safe"))
+    return make(64, 1, 2, K, V, **(LOG if gate == "log" else {"gate": gate}), dtype=dtype)
+
+
+ODD = {f"odd-{dtype}": draw_odd(dtype) for dtype in ("bf16", "fp16")}
+# Operators beside chunk_kda, each on the pipelines that run on every device
+_OTHER = {
+    "bf16-softplus-K128-V128-GVA-vk": make(64, 2, 4, 128, 128, gate="softplus", state_v_first=True),
+    "bf16-log-K256-V192": make(64, 1, 1, 256, 192, **LOG, g_dtype="fp32", beta="plain"),
+    "fp16-softplus-K60-V100-BT32": make(32, 2, 4, 60, 100, gate="softplus", dtype="fp16", has_dt_bias=False),
+    "fp32-softplus-K64-V32-BT16": make(16, 2, 2, 64, 32, gate="softplus", dtype="fp32", beta="sigmoid2"),
+}
+OTHER = {
+    f"{operator.name}-{name}": (BT, replace(problem, operator=operator.name, scalar_gate=operator.scalar_gate))
+    for operator in load_all().values()
+    for name, (BT, problem) in _OTHER.items()
+    if operator.name != "chunk_kda"
+}
+# Stages that take cases which the stages around them do not
+APART = ("fwd_merge", "bwd_scan", "bwd_segment", "bwd_merge", "bwd_resume")
+BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
+FORWARD = SPECIALISED | HOPPER | ODD | OTHER
+BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
+WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
+HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
+backward = pytest.mark.parametrize("name", BACKWARD)
+specialised = pytest.mark.parametrize("name", SPECIALISED | OTHER)
+forward = pytest.mark.parametrize("name", FORWARD)
+with_states = pytest.mark.parametrize("name", [name for name in FORWARD if name not in OTHER])
+Job = tuple[str, Case, Config]
+
+
+@cache
+def device() -> Device:
+    return cuda_device(torch.cuda.current_device())
+
+
+def plan_of(problem: Problem, BT: int) -> Plan:
+    """The default of the pipelines that run on every device."""
+    return next(plan for plan in iter_defaults(problem, device(), BT=BT) if plan.pipeline.startswith("staged"))
+
+
+def hopper_plan(problem: Problem, pipeline: str = "prep_recurrence") -> Plan:
+    """The default of a pipeline that only Hopper runs."""
+    return pipeline_defaults(pipeline, Case(problem=problem, device=device(), BT=64, BC=16))
+
+
+def cut_plan(problem: Problem) -> Plan:
+    """The default of one that cuts sequences; its kernels are those of the others that do."""
+    return hopper_plan(problem, {"fwd": "prep_segments_8", "bwd": "prep_scan_segments_8"}[problem.direction])
+
+
+def plan_named(name: str) -> Plan:
+    """What runs a specialisation."""
+    BT, problem = FORWARD[name]
+    if name in CUT:
+        return cut_plan(problem)
+    return hopper_plan(problem) if name in WHOLE else plan_of(problem, BT)
+
+
+def backward_plan(name: str) -> tuple[Problem, Plan]:
+    """What runs the backward of a specialisation."""
+    BT, problem = BACKWARD[name]
+    problem = backward_of(problem)
+    return problem, hopper_plan(problem, "prep_scan") if name in SCANNED else plan_of(problem, BT)
+
+
+def case_of(problem: Problem, plan: Plan) -> Case:
+    return Case(problem=problem.without_lengths(), device=device(), BT=plan.BT, BC=plan.BC)
+
+
+def jobs_of(problem: Problem, plan: Plan) -> list[Job]:
+    return [(name, case_of(problem, plan), config) for name, config in plan.stages]
+
+
+def pipeline_of(stage_name: str) -> Pipeline:
+    """The first that has the stage."""
+    return next(p for p in PIPELINES.values() if stage_name in [s.name for s in p.stages])
+
+
+def stage_case(stage_name: str, name: str) -> Case:
+    """What a stage is built for: its pass has chunks of its own where the other's do not fit the device."""
+    BT, problem = FORWARD[name]
+    problem = replace(problem, direction=pipeline_of(stage_name).direction)
+    return case_of(problem, plan_of(problem, BT))
+
+
+@cache
+def other_configs(stage_name: str, name: str) -> tuple[Config, ...]:
+    """Two configs beside the default, of the seed that the run's first lines tell."""
+    stage, case = templates.load(stage_name), stage_case(stage_name, name)
+    others = [config for config in stage.candidates(case) if config != stage.default(case)]
+    rng = random_of_run(f"{stage_name}/{name}")
+    return tuple(rng.sample(others, min(2, len(others))))
+
+
+OTHERS = ("bf16-safe-K128-V128", "bf16-softplus-K60-V100-GVA-vk")
+
+
+@cache
+def equal_plans(plan: Plan) -> tuple[Plan, ...]:
+    """Plans of a plan's numerics class that differ from it in one stage: at most two a stage. All for MAIN."""
+    found: list[Plan] = []
+    for name, config in plan.stages:
+        same = []
+        for other in config.neighbours():
+            changed = replace(plan, stages=tuple((n, other if n == name else c) for n, c in plan.stages))
+            if other.reject(case_of(MAIN, plan)) is None and numerics_class(changed) == numerics_class(plan):
+                same.append(changed)
+        found += same[:1] + same[-1:] if len(same) > 1 else same
+    return tuple(found)
+
+
+@cache
+def shipped(direction: str) -> tuple[tuple[str, Problem, Plan], ...]:
+    """Every packaged plan of a pass for this GPU, with a problem of its key but few heads; equal pairs once."""
+    found: dict[tuple[Problem, Plan], str] = {}
+    packaged = [database for database in sources() if database.name == "packaged"]
+    for database in packaged:
+        for (slug, operator, stored), file in database.files.items():
+            if (slug, stored) == (device().slug, direction):
+                for key, entry in file.entries.items():
+                    problem = problem_of(entry, operator, direction)
+                    plan = parse_plan(entry.plan, problem, device())
+                    found.setdefault((problem, plan), key.text)
+    return tuple((text, problem, plan) for (problem, plan), text in found.items())
+
+
+def forward_of(problem: Problem) -> Problem:
+    """The problem of the pass that is called before."""
+    return replace(problem, direction="fwd")
+
+
+def backward_of(problem: Problem) -> Problem:
+    """The problem of the pass that is called after."""
+    return replace(problem, direction="bwd")
+
+
+def forward_plan(problem: Problem) -> Plan:
+    """Its default."""
+    return next(iter_defaults(forward_of(problem), device()))
+
+
+def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
+    key = entry.key
+    return Problem(
+        **FULL | {"has_A_log": key.gate != "log", "has_dt_bias": key.gate != "log", "initial_state": False},
+        H=2,
+        HV=2 * key.group,
+        K=key.K,
+        V=key.V,
+        dtype=key.dtype,
+        gate=key.gate,
+        operator=operator,
+        direction=direction,
+    )
+
+
+@cache
+def compile_all() -> dict[Job, WorkerFailure]:
+    """Compiles everything that GPU tests run, on all cores, once; what failed, and why."""
+    wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
+    for name in BACKWARD:
+        problem, plan = backward_plan(name)
+        wanted += jobs_of(problem, plan)
+        wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BACKWARD[name][0])))
+    for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
+        wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
+        wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
+    for BT_of_it, problem in (ODD | OTHER).values():
+        wanted += jobs_of(problem, plan_of(problem, BT_of_it))
+    for problem in (WIDE, HUGE):
+        wanted += jobs_of(problem, plan_of(problem, BT))
+    wanted += jobs_of(HUGE, hopper_plan(HUGE))
+    for name in OTHERS:
+        for stage_name in templates.names():
+            wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
+    for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
+        for plan in (first, *equal_plans(first)):
+            wanted += jobs_of(MAIN, plan)
+    for stage in map(templates.load, APART):
+        cases = [stage_case(stage.name, name) for name in SPECIALISED | CUT]
+        wanted += [(stage.name, case, config) for case in cases if not (config := stage.default(case)).reject(case)]
+    for tokens, problem in FORWARD.values():
+        for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
+            wanted += [job for job in jobs_of(problem, plan) if job[2].reject(job[1]) is None]
+    for name in HOPPER:
+        jobs = jobs_of(replace(FORWARD[name][1], intermediate_states=True), plan_named(name))
+        wanted += [job for job in jobs if "h" in templates.load(job[0]).outputs]
+    for direction in ("fwd", "bwd"):
+        for _, problem, plan in shipped(direction):
+            wanted += jobs_of(problem, plan)
+            if direction == "bwd":
+                wanted += jobs_of(forward_of(problem), forward_plan(problem))
+    jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
+    cores = max(1, (os.cpu_count() or 2) - 1)
+    results = map_pool("support.launches:compile_job", jobs, jobs=cores, timeout_s=200)
+    return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}

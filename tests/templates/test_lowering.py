@@ -1,0 +1,73 @@
+"""Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
+
+``make test`` draws half the stages of two plans of each pass, and of a third whose K 64 does not divide; the shards
+and ``make test-all`` take all stages, for every width of the dimensions that they have, as stored.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.cases import draw_problem
+
+from kda_tl import templates
+from kda_tl.core.problem import DTYPES, Problem
+from kda_tl.core.stage import Case, Stage
+from kda_tl.database.gpus import known_device
+from kda_tl.runtime.compile import generate_source
+from kda_tl.runtime.dispatch import default_plan
+
+HOPPER = known_device("nvidia_h200")
+WIDTHS = range(32, 257, 32)
+WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
+
+
+@pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
+@pytest.mark.parametrize("width", WIDTHS_BY_16)
+def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: random.Random) -> None:
+    stage = templates.load(name)
+    problem = draw_problem(rng, K=width - rng.randrange(32), V=rng.choice((64, 96)), dtype=rng.choice(("bf16", "fp16")))
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    assert "tl::mma_sync" in generate_source(stage, case, stage.default(case))
+
+
+@pytest.mark.parametrize("has_dt_bias", [False, True])
+def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.Random) -> None:
+    """Nothing is summed for A_log then: TileLang 0.1.15 stops at a sum in registers that nothing is added to."""
+    stage, fixed = templates.load("bwd_gradients"), {"dtype": "bf16", "scalar_gate": False, "rank": 1, "K": 64, "V": 64}
+    problem = draw_problem(rng, gate="safe", has_A_log=False, has_dt_bias=has_dt_bias, direction="bwd", **fixed)
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    assert "dA_log_part" not in generate_source(stage, case, stage.default(case))
+
+
+@pytest.mark.rest(draws=2, per="direction")
+@pytest.mark.parametrize("half", range(2))
+@pytest.mark.parametrize("width_v", WIDTHS)
+@pytest.mark.parametrize("width_k", WIDTHS)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_default_plans_lower(direction: str, width_k: int, width_v: int, half: int, rng: random.Random) -> None:
+    """Stages that know no V, most of the time, at two widths of V: what else is another draw of the same kernel."""
+    lower_stages(direction, width_k, width_v, half, rng, any_v=(width_k + width_v) % 128 == 0)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_default_plans_of_an_odd_width_lower(direction: str, rng: random.Random) -> None:
+    lower_stages(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS), rng.randrange(2), rng)
+
+
+def knows_v(stage: Stage) -> bool:
+    """Whether a tensor of the stage has a dimension of V."""
+    return any({"V", "VP"} & set(spec.dims) for spec in stage.specs.values())
+
+
+def lower_stages(direction: str, width_k: int, width_v: int, half: int, rng: random.Random, any_v: bool = True) -> None:
+    """Every second stage of a plan; widths of K and V as stored; without any_v only stages that know V."""
+    K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
+    gates: Problem = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), direction=direction)
+    problem = Problem(**{**vars(gates), "scalar_gate": False, "rank": 1})
+    plan = default_plan(problem, HOPPER)
+    case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
+    pairs = [(stage, config) for name, config in plan.stages if (stage := templates.load(name)).tensors_of(problem)[1]]
+    for stage, config in [(stage, config) for stage, config in pairs if any_v or knows_v(stage)][half::2]:
+        assert "__global__" in generate_source(stage, case, config), (problem.key, stage.name)
