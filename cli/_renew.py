@@ -65,7 +65,7 @@ def renew_files(
 
 def _list_kernels(file: TuningFile, entry: Entry, version: str) -> dict[str, HashJob]:
     """What decides whether an entry is stale, by stage; nothing if its plan does not run, which another check tells."""
-    device, problem = file.gpu.as_device(), entry.key.problem(file.direction)
+    device, problem = file.gpu.as_device(), entry.key.problem(file.operator, file.direction)
     unproved = list_unproved(entry, templates.fingerprints(), version)
     try:
         plan = parse_plan(entry.plan, problem, device)

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from kda_tl.cli._console import ExitCode, Terminal, one_line
-from kda_tl.core.problem import Problem
 from kda_tl.database.file import Document
 from kda_tl.database.store import Database, Entry, export, sources, validate, writable_directory
 from kda_tl.errors import DatabaseError, InputError
+from kda_tl.ops import load_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +61,10 @@ def find_plan_problem(document: Document, entry: Entry) -> str:
     """
     from kda_tl.runtime.dispatch import parse_plan
 
-    if document.operator != Problem.operator:
+    if document.operator not in load_all():
         return f"there is no operator {document.operator!r}"
     try:
-        parse_plan(entry.plan, entry.key.problem(document.direction), document.gpu.as_device())
+        parse_plan(entry.plan, entry.key.problem(document.operator, document.direction), document.gpu.as_device())
     except InputError as error:
         return one_line(error)
     return ""

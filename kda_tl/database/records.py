@@ -85,7 +85,7 @@ class Key(NamedTuple):
                 )
         return key
 
-    def problem(self, direction: str) -> Problem:
+    def problem(self, operator: str, direction: str) -> Problem:
         """The problem that stands for the key: the heads and tokens of its buckets, and what calls usually have."""
         shared: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Problem) if f.name in self._fields}
         heads, computed = max(1, self.heads_bucket // max(1, self.group)), self.gate != "log"
@@ -99,6 +99,7 @@ class Key(NamedTuple):
             beta="sigmoid",
             l2norm=True,
             final_state=True,
+            operator=operator,
             direction=direction,
             **shared,
         )

@@ -271,7 +271,7 @@ def _make_entry(
         check=Check(max_rel_err=float(f"{result.check['max_rel_err']:.3g}"), tolerance=result.check["tolerance"]),
         templates={name: templates.fingerprint(name) for name, _ in plan.stages},
         provenance=provenance,
-        kernels={compiler_version(): _hash_kernels(run, key.problem(workload.direction), plan)},
+        kernels={compiler_version(): _hash_kernels(run, key.problem(workload.operator, workload.direction), plan)},
     )
 
 
