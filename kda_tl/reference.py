@@ -43,13 +43,17 @@ def activate_gate(
 
     Args:
         g: raw gate, [..., HV, K], any float dtype; computed in the dtype it promotes to with the parameters. K is 1
-            here and below if a head has one gate. The result has its shape.
-        gate: "log" ignores the parameters, "softplus" ignores lower_bound.
+            here and below if a head has one gate.
+        gate: "log", "softplus" or "safe". "log" ignores the parameters, "softplus" ignores lower_bound.
         A_log: [HV], log of the gate's slope. Required by "softplus"; None means a slope of 1 in "safe".
         dt_bias: [HV * K] or [HV, K], added to g; None means 0.
         lower_bound: nats a token, required by "safe".
 
-    Raises InputError if the gate is unknown, or a parameter it needs is missing or has the wrong number of elements.
+    Returns:
+        [..., HV, K], nats a token.
+
+    Raises:
+        InputError: the gate is unknown, a parameter it needs is missing, or has the wrong number of elements.
 
     Source: ``naive_kda_gate`` and ``naive_kda_lowerbound_gate`` in fla/ops/kda/gate.py at v0.6.0.
     """
@@ -77,9 +81,17 @@ def activate_gate(
 
 
 def activate_beta(beta: Tensor, mode: str) -> Tensor:
-    """Step size of the delta rule: ``beta`` ("plain"), ``sigmoid(beta)`` or ``2 * sigmoid(beta)`` ("sigmoid2").
+    """Step size of the delta rule: ``beta``, ``sigmoid(beta)`` or ``2 * sigmoid(beta)``.
 
-    In the shape and dtype of beta, unitless. Raises InputError if the mode is unknown.
+    Args:
+        beta: raw step size, any shape and float dtype.
+        mode: "plain", "sigmoid" or "sigmoid2".
+
+    Returns:
+        The shape and dtype of beta, unitless.
+
+    Raises:
+        InputError: the mode is unknown.
 
     Source: ``use_beta_sigmoid_in_kernel`` and ``allow_neg_eigval`` in fla/ops/kda/chunk.py at v0.6.0.
     """
@@ -91,9 +103,14 @@ def activate_beta(beta: Tensor, mode: str) -> Tensor:
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scales the last dimension to unit length: ``x / sqrt(sum(x^2) + eps)``.
+    """Scales the last dimension to unit length: ``x / sqrt(sum(x^2) + eps)``, with eps inside the root.
 
-    With eps inside the root a zero vector stays zero and has finite gradients.
+    Args:
+        x: [..., K], any float dtype.
+        eps: added to the squared length, so a zero vector stays zero and has finite gradients.
+
+    Returns:
+        The shape and dtype of x.
 
     Source: fla/modules/norm/l2norm.py at v0.6.0.
     """
@@ -198,8 +215,13 @@ def gradient_name(tensor: str) -> str:
 def recurrent_gradients(arguments: Mapping[str, Any], do: Tensor, dht: Tensor | None = None) -> dict[str, Tensor]:
     """Autograd through :func:`recurrent_kda` in float64; every token's state is kept for it.
 
-    Takes the gradients of o and, if anything depends on it, of the final state, in their shapes. Returns those of every
-    float tensor among the arguments, in their shapes, by :func:`gradient_name`.
+    Args:
+        arguments: of recurrent_kda, by name.
+        do: gradient of o, [B, T, HV, V].
+        dht: gradient of the final state, in its shape; None if nothing depends on it.
+
+    Returns:
+        The gradient of every float tensor among the arguments, in its shape, by :func:`gradient_name`.
     """
     leaf = {
         name: x.detach().double().requires_grad_()
@@ -216,8 +238,16 @@ def recurrent_gradients(arguments: Mapping[str, Any], do: Tensor, dht: Tensor | 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """How far a result is from the truth: ``||actual - expected|| / ||expected||`` over the whole tensor, in float64.
 
-    Never NaN: inf if anything is NaN or infinite, in either tensor; 0.0 if both are empty; ``||actual||`` if expected
-    is all zeros. Raises InputError if the shapes differ (they are never broadcast).
+    Args:
+        actual: the result to judge, any shape, dtype and device.
+        expected: the truth, same shape.
+
+    Returns:
+        A number that is never NaN: inf if anything is NaN or infinite, in either tensor; 0.0 if both are empty;
+        ``||actual||`` if expected is all zeros.
+
+    Raises:
+        InputError: the shapes differ (they are never broadcast).
     """
     _check_shape("actual", actual, tuple(expected.shape))
     expected = expected.detach().to(torch.float64)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.gpu_cases import (
-    compile_all,
-    plan_named,
-)
+from support.gpu_cases import compile_all, plan_named
 
 import kda_tl
 

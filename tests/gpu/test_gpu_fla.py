@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fla_stub import (
-    SMALL,
-    arguments_of,
-    assert_same,
-    record_served,
-    registered,
-    why_not_importable,
-)
+from support.fla_stub import SMALL, arguments_of, assert_same, record_served, registered, why_not_importable
 
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
@@ -88,6 +81,18 @@ def test_fla_trains_on_us(
     assert max(relative_error(a, b.double()) for a, b in zip(own, ours, strict=True)) < 2 * PEERS_AGREE
 
 
+def assert_layer_runs_on_us(layer: torch.nn.Module, served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of FLA's calls us, and returns what it returns by FLA's own kernels."""
+    layer = layer.to("cuda", torch.bfloat16).eval()
+    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours, *_ = layer(x)
+        assert len(served) == 1
+        monkeypatch.setenv("KDA_TL_FLA", "0")
+        own, *_ = layer(x)
+    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("safe", (False, True), ids=("softplus", "safe"))
 def test_fla_layer_runs_on_us(
@@ -97,14 +102,7 @@ def test_fla_layer_runs_on_us(
     torch.manual_seed(seed)
     gate = {"safe_gate": True, "lower_bound": -5.0} if safe else {}
     layer = layers.KimiDeltaAttention(hidden_size=256, head_dim=128, num_heads=2, layer_idx=0, **gate)
-    layer = layer.to("cuda", torch.bfloat16).eval()
-    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        ours, *_ = layer(x)
-        assert len(served) == 1
-        monkeypatch.setenv("KDA_TL_FLA", "0")
-        own, *_ = layer(x)
-    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
+    assert_layer_runs_on_us(layer, served, monkeypatch)
 
 
 @pytest.mark.gpu
@@ -114,11 +112,4 @@ def test_fla_layer_of_gated_deltanet_runs_on_us(
     layers = pytest.importorskip("fla.layers", reason="FLA's layers need transformers", exc_type=ImportError)
     torch.manual_seed(seed)
     layer = layers.GatedDeltaNet(hidden_size=256, head_dim=64, num_heads=2, layer_idx=0)
-    layer = layer.to("cuda", torch.bfloat16).eval()
-    x = torch.randn(2, 130, 256, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        ours, *_ = layer(x)
-        assert len(served) == 1
-        monkeypatch.setenv("KDA_TL_FLA", "0")
-        own, *_ = layer(x)
-    assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
+    assert_layer_runs_on_us(layer, served, monkeypatch)

@@ -12,14 +12,7 @@ import pytest
 import torch
 from support.cases import draw_call, misalign, operator_arguments, scatter
 from support.gpu_calls import assert_same_bits, draw, outputs
-from support.gpu_cases import (
-    BT,
-    FORWARD,
-    PACKED,
-    WIDE,
-    device,
-    plan_of,
-)
+from support.gpu_cases import BT, FORWARD, PACKED, WIDE, device, plan_of
 
 import kda_tl
 from kda_tl.ops.kda import chunk_kda

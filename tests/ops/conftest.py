@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.cases import (
-    SMALL,
-    TENSORS,
-    draw_call,
-    operator_arguments,
-)
+from support.cases import SMALL, TENSORS, draw_call, operator_arguments
 from support.operator_cases import Arguments
 
 from kda_tl.core.stage import Plan

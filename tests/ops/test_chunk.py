@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import (
-    OPERATOR,
-    TENSORS,
-    draw_call,
-    draw_lengths,
-    misalign,
-    operator_arguments,
-    scatter,
-    widen,
-)
+from support.cases import OPERATOR, TENSORS, draw_call, draw_lengths, misalign, operator_arguments, scatter, widen
 from support.operator_cases import CPU, SMALL, SPECIALISED, STATE, assert_right, bind_call, specialised
 from torch import Tensor
 

@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import (
-    TENSORS,
-    Call,
-    draw_call,
-    make_entry,
-    operator_arguments,
-)
+from support.cases import TENSORS, Call, draw_call, make_entry, operator_arguments
 from support.operator_cases import CPU, SMALL, SPECIALISED, STATE, assert_right, bind_call
 
 import kda_tl

@@ -15,10 +15,7 @@ from support.dispatch_cases import H200, PROBLEM, make_database, make_plan
 import kda_tl
 from kda_tl.errors import KdaTlWarning
 from kda_tl.runtime import dispatch
-from kda_tl.runtime.dispatch import (
-    Pin,
-    select_cached,
-)
+from kda_tl.runtime.dispatch import Pin, select_cached
 
 
 @pytest.fixture

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import (
-    OPERATOR,
-    TENSORS,
-    Call,
-    operator_arguments,
-)
+from support.cases import OPERATOR, TENSORS, Call, operator_arguments
+from support.cases import SMALL as EVERYTHING
 from torch import Tensor
 
 from kda_tl.core.device import cpu_device
@@ -28,21 +24,7 @@ CPU = cpu_device()
 STATE = 5e-5
 TOLERANCE = {"fp32": STATE, "fp16": 5e-4, "bf16": 3e-3}
 SPECIALISED = {
-    "safe-fp32": Problem(
-        H=2,
-        HV=4,
-        K=60,
-        V=100,
-        tokens=0,
-        dtype="fp32",
-        gate="safe",
-        has_A_log=True,
-        has_dt_bias=True,
-        beta="sigmoid",
-        l2norm=True,
-        initial_state=True,
-        final_state=True,
-    ),
+    "safe-fp32": replace(EVERYTHING, H=2, HV=4, K=60, V=100),
     "softplus-bf16": Problem(
         H=1,
         HV=3,

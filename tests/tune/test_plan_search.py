@@ -21,9 +21,7 @@ from kda_tl.runtime.dispatch import default_plan, pin
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import plan_search
-from kda_tl.tune.events import (
-    PlanResult,
-)
+from kda_tl.tune.events import PlanResult
 from kda_tl.tune.final import Comparison, decide, hold_final
 from kda_tl.tune.requests import HashJob, Rounds
 from kda_tl.tune.session import Run

@@ -18,10 +18,7 @@ from support.tuner_cases import WORKLOAD, fixture, searched
 from kda_tl import templates
 from kda_tl.bench.workloads import Workload
 from kda_tl.tune import stage_search
-from kda_tl.tune.events import (
-    StageResult,
-    TrialDone,
-)
+from kda_tl.tune.events import StageResult, TrialDone
 from kda_tl.tune.journal import Trial
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.session import Run
