@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kda_tl.errors import PackageError
 
-# What to install where an import fails, by the name that is imported; tests/core/test_packages.py holds it to pyproject.toml
+# What to install where an import fails, by the name that is imported; a test holds it to pyproject.toml
 REQUIREMENTS = {
     "filelock": "filelock>=3.12",
     "numpy": "numpy>=1.26",
