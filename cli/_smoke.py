@@ -13,7 +13,7 @@ from kda_tl.bench.timing import check
 from kda_tl.core.device import Device
 from kda_tl.core.layout import dense_bounds, make_layout
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import Case
+from kda_tl.core.stage import Case, Operands
 from kda_tl.runtime.compile import compile_stage
 
 STAGE = "fwd_gate"
@@ -43,6 +43,6 @@ def run_stage(device: Device) -> str:
     kernel = compile_stage(stage, case, stage.default(case))
     seconds = time.perf_counter() - begin
     outputs = kernel(inputs, layout.sizes, where)
-    expected = stage.reference(case, **{**inputs, "g": g.double()})
+    expected = stage.reference(case, Operands(**inputs | {"g": g.double()}))
     error = check(dict(zip(stage.outputs, outputs, strict=True)), expected, stage.tolerance["fp32"])
     return f"{STAGE} compiled in {seconds:.1f} s, relative error {error:.1e} against its reference"

@@ -16,20 +16,20 @@ import torch
 
 from kda_tl.core.device import current_device
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import Case, Config, Cost, Stage, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, tunable
 from kda_tl.database.gpus import known_device
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage, generate_source
-from kda_tl.templates.common.tile import Tile, annotate
+from kda_tl.templates.common.tile import Tile, prim_func
 
-# Names, shapes and dtypes: `g` is the dtype of the problem's gate, f32 is fp32. Kernels are annotated from them.
+# Names, shapes and dtypes: `g` is the dtype of the problem's gate, f32 is fp32. They type the kernel's parameters too.
 INPUTS = {"g": "tokens HV K : g"}
 OUTPUTS = {"scaled": "tokens HV K : f32"}
 
 
-def reference(case: Case, *, g: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """The PyTorch twin: it defines what is right."""
-    return {"scaled": scale * g}
+    return {"scaled": x.scale * x.g}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,8 @@ def build(case: Case, config: ScaleConfig) -> Any:
     blocks = p.K // BK
     tokens = T.dynamic("tokens")
 
-    @T.prim_func
-    def scale_gate(
-        g: annotate(case, INPUTS["g"], tokens=tokens),
-        scaled: annotate(case, OUTPUTS["scaled"], tokens=tokens),
-        scale: T.float32,
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens)
+    def scale_gate(g, scaled, scale):
         with tile.kernel(tokens * p.HV * blocks, threads=config.threads) as i_block:
             i_t, i_h, k0 = i_block // (p.HV * blocks), i_block // blocks % p.HV, i_block % blocks * BK
             for j in tile.parallel(BK):
@@ -73,17 +69,14 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=elements * (width + 4), flops=elements)
 
 
+def default(case: Case) -> ScaleConfig:
+    """What runs when nothing is tuned."""
+    return ScaleConfig()
+
+
+TOLERANCE = {"bf16": 1e-6, "fp16": 1e-6, "fp32": 1e-6}  # one rounding to fp32
 STAGE = Stage(
-    name="example_scale",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("scale",),
-    config=ScaleConfig,
-    build=build,
-    reference=reference,
-    default=lambda case: ScaleConfig(),
-    cost=cost,
-    tolerance={"bf16": 1e-6, "fp16": 1e-6, "fp32": 1e-6},  # one rounding to fp32
+    "example_scale", INPUTS, OUTPUTS, ScaleConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",)
 )
 
 
@@ -93,7 +86,7 @@ def main() -> None:
     case = Case(problem=problem, device=current_device(), BT=64, BC=16)
     where = torch.device("cuda" if case.device.kind == "cuda" else "cpu")
     g = torch.randn(problem.tokens, problem.HV, problem.K, device=where)
-    expected = STAGE.reference(case, g=g.double(), scale=scale)["scaled"]
+    expected = STAGE.reference(case, Operands(g=g.double(), scale=scale))["scaled"]
     for config in STAGE.candidates(case):
         (found,) = compile_stage(STAGE, case, config)({"g": g, "scale": scale}, sizes, where)
         error = relative_error(found, expected)

@@ -20,7 +20,7 @@ from kda_tl.core.device import Device
 from kda_tl.core.dtypes import TORCH_DTYPE
 from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import Pipeline, operand_shapes
-from kda_tl.core.stage import Case, Plan, Stage
+from kda_tl.core.stage import Case, Operands, Plan, Stage
 from kda_tl.errors import CompileError
 from kda_tl.reference import recurrent_gradients, recurrent_kda
 from kda_tl.runtime.compile import Kernel, compile_stage
@@ -211,7 +211,7 @@ def reference_cases(fixture: StageFixture) -> tuple[dict[str, tuple[Tensors, Ten
 
         def launch(stage: Stage, inputs: Tensors) -> tuple[Any, ...]:
             operands = _as_operands(stage, case, inputs)
-            expected = stage.reference(case, **{name: _widen(value) for name, value in operands.items()})
+            expected = stage.reference(case, Operands(**{name: _widen(value) for name, value in operands.items()}))
             references[stage.name] = operands, expected
             return tuple(expected.get(name) for name in stage.outputs)
 

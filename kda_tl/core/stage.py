@@ -9,7 +9,8 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kda_tl.core.device import Device
@@ -17,6 +18,9 @@ from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+
+# What a stage's reference is given, by name: tensors, None where the problem lacks one, and numbers
+Operands = SimpleNamespace
 
 BT_CHOICES = (64, 32, 16)
 BC_CHOICES = (16, 8)
@@ -165,7 +169,7 @@ def no_passes(case: Case) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """One kernel launch in a pass.
 
@@ -173,13 +177,13 @@ class Stage:
         name: file name of the template.
         inputs: tensor name -> spec notation, in the order of the kernel's parameters.
         outputs: the same, for what the stage writes; they follow the inputs.
-        scalars: float parameters, last.
         config: the search space.
         build: ``(case, config) -> tilelang PrimFunc``.
-        reference: plain PyTorch twin: keyword tensors and scalars, ``case`` first; returns a dict of outputs.
+        reference: plain PyTorch twin, ``(case, operands) -> outputs by name``.
         default: ``case -> config`` when nothing is tuned.
         cost: ``(case, sizes) -> Cost`` with sizes holding those of a layout as well.
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
+        scalars: float parameters, last.
         rms_floor: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
         passes: ``case -> settings`` of TileLang's passes that its CUDA kernel needs, beside everyone's.
@@ -188,13 +192,14 @@ class Stage:
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
-    scalars: tuple[str, ...] = ()
     config: type[Config]
     build: Callable[[Case, Any], Any]
-    reference: Callable[..., dict[str, Any]]
+    reference: Callable[[Case, Operands], dict[str, Any]]
     default: Callable[[Case], Config]
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
+    _: KW_ONLY
+    scalars: tuple[str, ...] = ()
     rms_floor: Mapping[str, float] = field(default_factory=dict)
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
 

@@ -7,6 +7,8 @@ template is the same for every target.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +150,26 @@ def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
         dims[2:] = "V", "K"
     shape = tuple(_extent(dim, {**static_sizes(case), **dynamic}) for dim in dims)
     return T.Tensor(shape, TL_DTYPE[element])
+
+
+def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callable[[Callable[..., None]], Any]:
+    """Makes a TileLang kernel of a function whose parameters are a stage's tensors, by name; others are fp32 numbers.
+
+    Args:
+        case: what the kernel is built for.
+        tensors: specs by name. ``do`` is a word of C, and its parameter is ``d_o``.
+        dynamic: sizes known at the launch, by name.
+    """
+
+    def make(function: Callable[..., None]) -> Any:
+        specs = {"d_o" if name == "do" else name: text for name, text in tensors.items()}
+        function.__annotations__ = {
+            name: annotate(case, specs[name], **dynamic) if name in specs else T.float32
+            for name in inspect.signature(function).parameters
+        }
+        return T.prim_func(function)
+
+    return make
 
 
 def at_state(problem: Problem, i_n: Any, i_h: Any, i_k: Any, i_v: Any) -> tuple[Any, Any, Any, Any]:

@@ -21,11 +21,11 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, join_chunks, split_chunks
 from kda_tl.templates.common.slopes import Slopes
-from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate
+from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
 
 INPUTS = {
     "dG": "NT HV BT GP : f32",
@@ -44,45 +44,35 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    dG: torch.Tensor,
-    db: torch.Tensor,
-    g: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    beta: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    lower_bound: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of dG."""
-    p, BT, dtype = case.problem, case.BT, dG.dtype
-    tokens = g.shape[0]
-    A_log, dt_bias = (None if x is None else x.to(dtype) for x in (A_log, dt_bias))
-    x = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias
+    A_log, dt_bias = x.A_log, x.dt_bias
+    p, BT, dtype = case.problem, case.BT, x.dG.dtype
+    tokens = x.g.shape[0]
+    A_log, dt_bias = (None if y is None else y.to(dtype) for y in (A_log, dt_bias))
+    y = x.g.to(dtype) if dt_bias is None else x.g.to(dtype) + dt_bias
     slope = 1.0 if A_log is None else A_log.exp()[:, None]
-    d_cumsum = torch.where(first_rows(BT, p.rank, g.device), dG.flip(2).cumsum(2).flip(2), 0.0)
-    d_log_alpha = join_chunks(d_cumsum, chunk_tokens, tokens, p.G)
+    d_cumsum = torch.where(first_rows(BT, p.rank, x.g.device), x.dG.flip(2).cumsum(2).flip(2), 0.0)
+    d_log_alpha = join_chunks(d_cumsum, x.chunk_tokens, tokens, p.G)
     if p.gate == "softplus":
-        log_alpha = activate_gate(g.to(dtype), gate=p.gate, A_log=A_log, dt_bias=dt_bias)
+        log_alpha = activate_gate(x.g.to(dtype), gate=p.gate, A_log=A_log, dt_bias=dt_bias)
         d_log_alpha = torch.where(log_alpha * RCP_LN2 < FORGOTTEN, 0.0, d_log_alpha)
-        dg, of_slope = -slope * torch.sigmoid(x) * d_log_alpha, log_alpha * d_log_alpha
+        dg, of_slope = -slope * torch.sigmoid(y) * d_log_alpha, log_alpha * d_log_alpha
     elif p.gate == "safe":
-        dg = lower_bound * slope * torch.sigmoid(slope * x) * torch.sigmoid(-slope * x) * d_log_alpha
-        of_slope = x * dg
+        dg = x.lower_bound * slope * torch.sigmoid(slope * y) * torch.sigmoid(-slope * y) * d_log_alpha
+        of_slope = y * dg
     else:
         dg, of_slope = d_log_alpha, torch.zeros_like(d_log_alpha)
-    dbeta = join_chunks(db[..., None], chunk_tokens, tokens, 1)[..., 0]
+    dbeta = join_chunks(x.db[..., None], x.chunk_tokens, tokens, 1)[..., 0]
     if p.beta != "plain":
-        raw = beta.to(dtype)
+        raw = x.beta.to(dtype)
         dbeta = (2 if p.beta == "sigmoid2" else 1) * torch.sigmoid(raw) * torch.sigmoid(-raw) * dbeta
     outputs = {"dg": dg, "dbeta": dbeta}
     if p.has_A_log:
-        outputs["dA_log_part"] = split_chunks(of_slope, chunk_tokens, BT).sum((2, 3))
+        outputs["dA_log_part"] = split_chunks(of_slope, x.chunk_tokens, BT).sum((2, 3))
     if p.has_dt_bias:
         of_bias = torch.zeros_like(dg) if p.gate == "log" else dg
-        outputs["ddt_bias_part"] = split_chunks(of_bias, chunk_tokens, BT, width=p.GP).sum(2)
+        outputs["ddt_bias_part"] = split_chunks(of_bias, x.chunk_tokens, BT, width=p.GP).sum(2)
     return outputs
 
 
@@ -142,21 +132,8 @@ def build(case: Case, config: BwdGateConfig) -> Any:
         """The gradient of row i's own step from that of the cumsum; rows past the end have zeros."""
         return d if p.rank == 1 else T.if_then_else(has_gate(p, i, count), d, 0.0)
 
-    @T.prim_func
-    def bwd_gate(
-        dG: annotate(case, INPUTS["dG"], NT=NT),
-        db: annotate(case, INPUTS["db"], NT=NT),
-        g: annotate(case, INPUTS["g"], tokens=tokens),
-        A_log: annotate(case, INPUTS["A_log"]),
-        dt_bias: annotate(case, INPUTS["dt_bias"]),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dg: annotate(case, OUTPUTS["dg"], tokens=tokens),
-        dbeta: annotate(case, OUTPUTS["dbeta"], tokens=tokens),
-        dA_log_part: annotate(case, OUTPUTS["dA_log_part"], NT=NT),
-        ddt_bias_part: annotate(case, OUTPUTS["ddt_bias_part"], NT=NT),
-        lower_bound: T.float32,
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens)
+    def bwd_gate(dG, db, g, A_log, dt_bias, beta, chunk_tokens, dg, dbeta, dA_log_part, ddt_bias_part, lower_bound):
         with tile.kernel(NT * blocks, threads=config.threads) as i_block:
             i_t = i_block // blocks
             i_h = i_block % blocks  # the head; of a scalar gate, which BK heads
@@ -271,16 +248,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=12 * rows * p.G)
 
 
+# dg and dbeta rounded to io once: 2^-9 (bf16), 2^-12 (fp16); fp32 sums of up to 64 x 256 terms of either sign
+TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-4}
 STAGE = Stage(
-    name="bwd_gate",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("lower_bound",),
-    config=BwdGateConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # dg and dbeta rounded to io once: 2^-9 (bf16), 2^-12 (fp16); fp32 sums of up to 64 x 256 terms of either sign
-    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-4},
+    "bwd_gate", INPUTS, OUTPUTS, BwdGateConfig, build, reference, default, cost, TOLERANCE, scalars=("lower_bound",)
 )

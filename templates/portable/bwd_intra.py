@@ -27,10 +27,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, rest_bytes
 
 PAD = 8  # floats between rows of the products: matrix fragments are written in pairs, eight rows at a time
 ADDRESSES = 48  # registers a thread needs besides its tiles: with 8 the compiler spilled 520 bytes, with 48 none to 60
@@ -57,34 +57,20 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    beta: torch.Tensor,
-    rstd: torch.Tensor | None,
-    dAqk: torch.Tensor,
-    dL: torch.Tensor,
-    dq_inter: torch.Tensor,
-    dk_inter: torch.Tensor,
-    db_inter: torch.Tensor,
-    dG_inter: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    scale: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: pairwise exponents, in the dtype of g_cumsum."""
-    p, BT, dtype = case.problem, case.BT, g_cumsum.dtype
-    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
-    if rstd is not None:
-        q_tile, k_tile = q_tile * rstd[:, :, 0, :, None], k_tile * rstd[:, :, 1, :, None]
-    step = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)[..., None]
-    q_weight, k_weight = scale * dAqk.to(dtype).tril(-1), dL.to(dtype)
-    diagonal = scale * dAqk.to(dtype).diagonal(dim1=-2, dim2=-1)[..., None]
+    p, BT, dtype = case.problem, case.BT, x.g_cumsum.dtype
+    q_tile, k_tile = (
+        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
+    )
+    if x.rstd is not None:
+        q_tile, k_tile = q_tile * x.rstd[:, :, 0, :, None], k_tile * x.rstd[:, :, 1, :, None]
+    step = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)[..., None]
+    q_weight, k_weight = x.scale * x.dAqk.to(dtype).tril(-1), x.dL.to(dtype)
+    diagonal = x.scale * x.dAqk.to(dtype).diagonal(dim1=-2, dim2=-1)[..., None]
     dq_row, k_row, dk_column = (torch.zeros_like(k_tile) for _ in range(3))
     for j in range(BT):  # a column at a time: [NT, HV, rows, KP] instead of all pairs at once
-        decay = torch.exp2(g_cumsum[:, :, j:] - g_cumsum[:, :, j : j + 1])
+        decay = torch.exp2(x.g_cumsum[:, :, j:] - x.g_cumsum[:, :, j : j + 1])
         key = k_tile[:, :, j : j + 1] * decay
         of_q, of_k = q_weight[:, :, j:, j, None], k_weight[:, :, j:, j, None]
         dq_row[:, :, j:] += of_q * key
@@ -93,10 +79,10 @@ def reference(
     dk_row = step * k_row
     dG = q_tile * dq_row + k_tile * (dk_row - dk_column)
     return {
-        "dq_part": dq_inter.to(dtype) + dq_row + diagonal * k_tile,
-        "dk_part": dk_inter.to(dtype) + dk_row + dk_column + diagonal * q_tile,
-        "db": db_inter.to(dtype) + (k_tile * k_row).sum(-1),
-        "dG": dG_inter.to(dtype) + (dG.sum(-1, keepdim=True) if p.scalar_gate else dG),
+        "dq_part": x.dq_inter.to(dtype) + dq_row + diagonal * k_tile,
+        "dk_part": x.dk_inter.to(dtype) + dk_row + dk_column + diagonal * q_tile,
+        "db": x.db_inter.to(dtype) + (k_tile * k_row).sum(-1),
+        "dG": x.dG_inter.to(dtype) + (dG.sum(-1, keepdim=True) if p.scalar_gate else dG),
     }
 
 
@@ -173,25 +159,25 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
         """The first row of the odd block of i's pair of blocks."""
         return i // (2 * s) * (2 * s) + s
 
-    @T.prim_func
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
     def bwd_intra(
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        rstd: annotate(case, INPUTS["rstd"], NT=NT),
-        dAqk: annotate(case, INPUTS["dAqk"], NT=NT),
-        dL: annotate(case, INPUTS["dL"], NT=NT),
-        dq_inter: annotate(case, INPUTS["dq_inter"], NT=NT),
-        dk_inter: annotate(case, INPUTS["dk_inter"], NT=NT),
-        db_inter: annotate(case, INPUTS["db_inter"], NT=NT),
-        dG_inter: annotate(case, INPUTS["dG_inter"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dq_part: annotate(case, OUTPUTS["dq_part"], NT=NT),
-        dk_part: annotate(case, OUTPUTS["dk_part"], NT=NT),
-        db: annotate(case, OUTPUTS["db"], NT=NT),
-        dG: annotate(case, OUTPUTS["dG"], NT=NT),
-        scale: T.float32,
+        q,
+        k,
+        g_cumsum,
+        beta,
+        rstd,
+        dAqk,
+        dL,
+        dq_inter,
+        dk_inter,
+        db_inter,
+        dG_inter,
+        chunk_tokens,
+        dq_part,
+        dk_part,
+        db,
+        dG,
+        scale,
     ):
         with tile.kernel(NT * HV, threads=threads) as i_block:
             if not tile.cpu:
@@ -333,16 +319,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=4 * chunks * BT * BT * p.K)
 
 
+# both operands of a product rounded to io: 2 * 2^-9 (bf16), 2 * 2^-11 (fp16)
+TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="bwd_intra",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("scale",),
-    config=BwdIntraConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # both operands of a product rounded to io: 2 * 2^-9 (bf16), 2 * 2^-11 (fp16)
-    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    "bwd_intra", INPUTS, OUTPUTS, BwdIntraConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",)
 )

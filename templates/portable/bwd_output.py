@@ -14,9 +14,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func, rest_bytes
 
 INPUTS = {
     "do": "tokens HV V : io",
@@ -30,20 +30,13 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    do: torch.Tensor,
-    Aqk: torch.Tensor,
-    v_new: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of Aqk."""
-    dtype = Aqk.dtype
-    do_tile = split_chunks(do.to(dtype), chunk_tokens, case.BT, width=case.problem.VP)
+    dtype = x.Aqk.dtype
+    do_tile = split_chunks(x.do.to(dtype), x.chunk_tokens, case.BT, width=case.problem.VP)
     return {
-        "dAqk": (do_tile @ v_new.to(dtype).transpose(-1, -2)).tril(),
-        "dv_local": Aqk.transpose(-1, -2) @ do_tile,
+        "dAqk": (do_tile @ x.v_new.to(dtype).transpose(-1, -2)).tril(),
+        "dv_local": x.Aqk.transpose(-1, -2) @ do_tile,
     }
 
 
@@ -81,15 +74,8 @@ def build(case: Case, config: BwdOutputConfig) -> Any:
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.prim_func
-    def bwd_output(
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        v_new: annotate(case, INPUTS["v_new"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dAqk: annotate(case, OUTPUTS["dAqk"], NT=NT),
-        dv_local: annotate(case, OUTPUTS["dv_local"], NT=NT),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    def bwd_output(d_o, Aqk, v_new, chunk_tokens, dAqk, dv_local):
         with tile.kernel(NT * HV, threads=config.threads) as i_block:
             i_t = i_block // HV
             i_h = i_block % HV
@@ -134,15 +120,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=2 * chunks * BT * BT * p.V)
 
 
-STAGE = Stage(
-    name="bwd_output",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdOutputConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # operands are given in io; only dv_local is rounded
-    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE},
-)
+# operands are given in io; only dv_local is rounded
+TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("bwd_output", INPUTS, OUTPUTS, BwdOutputConfig, build, reference, default, cost, TOLERANCE)

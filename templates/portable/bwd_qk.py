@@ -14,9 +14,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
-from kda_tl.templates.common.tile import Tile, annotate
+from kda_tl.templates.common.tile import Tile, prim_func
 
 INPUTS = {
     "dq_part": "NT HV BT KP : f32",
@@ -32,26 +32,17 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    dq_part: torch.Tensor,
-    dk_part: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rstd: torch.Tensor | None,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of dq_part."""
-    p, dtype = case.problem, dq_part.dtype
+    p, dtype = case.problem, x.dq_part.dtype
     outputs = {}
-    for n, (name, part, x) in enumerate((("dq", dq_part, q), ("dk", dk_part.to(dtype), k))):
+    for n, (name, part, y) in enumerate((("dq", x.dq_part, x.q), ("dk", x.dk_part.to(dtype), x.k))):
         d = part.unflatten(1, (p.H, p.group)).sum(2)
-        if rstd is not None:
-            factor = rstd[:, :: p.group, n, :, None].to(dtype)  # the same for all value heads of a group
-            unit = factor * split_chunks(x.to(dtype), chunk_tokens, case.BT, width=p.KP)
+        if x.rstd is not None:
+            factor = x.rstd[:, :: p.group, n, :, None].to(dtype)  # the same for all value heads of a group
+            unit = factor * split_chunks(y.to(dtype), x.chunk_tokens, case.BT, width=p.KP)
             d = factor * (d - unit * (unit * d).sum(-1, keepdim=True))
-        outputs[name] = join_chunks(d, chunk_tokens, x.shape[0], p.K)
+        outputs[name] = join_chunks(d, x.chunk_tokens, y.shape[0], p.K)
     return outputs
 
 
@@ -112,17 +103,8 @@ def build(case: Case, config: BwdQkConfig) -> Any:
             if (i < count) & (j < K):
                 dx[start + i, i_h, j] = T.cast(d[i, j], tile.io)
 
-    @T.prim_func
-    def bwd_qk(
-        dq_part: annotate(case, INPUTS["dq_part"], NT=NT),
-        dk_part: annotate(case, INPUTS["dk_part"], NT=NT),
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        rstd: annotate(case, INPUTS["rstd"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
-        dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens)
+    def bwd_qk(dq_part, dk_part, q, k, rstd, chunk_tokens, dq, dk):
         with tile.kernel(NT * H * RB, threads=config.threads) as i_block:
             i_t = i_block // (H * RB)
             i_h = i_block // RB % H
@@ -148,15 +130,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=parts * 4 + results * io * (1 + p.l2norm), flops=parts + 6 * results * p.l2norm)
 
 
-STAGE = Stage(
-    name="bwd_qk",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdQkConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # fp32 sums of up to 256 products, sqrt(256) * 2^-24; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
-    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5},
-)
+# fp32 sums of up to 256 products, sqrt(256) * 2^-24; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
+TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
+STAGE = Stage("bwd_qk", INPUTS, OUTPUTS, BwdQkConfig, build, reference, default, cost, TOLERANCE)

@@ -13,8 +13,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
-from kda_tl.templates.common.tile import Tile, annotate
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.templates.common.tile import Tile, prim_func
 
 INPUTS = {
     "dA_log_part": "NT HV : f32 ? has_A_log",
@@ -26,18 +26,13 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    dA_log_part: torch.Tensor | None,
-    ddt_bias_part: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of the parts."""
     outputs = {}
-    if dA_log_part is not None:
-        outputs["dA_log"] = dA_log_part.sum(0)
-    if ddt_bias_part is not None:
-        outputs["ddt_bias"] = ddt_bias_part.sum(0)[:, : case.problem.G]
+    if x.dA_log_part is not None:
+        outputs["dA_log"] = x.dA_log_part.sum(0)
+    if x.ddt_bias_part is not None:
+        outputs["ddt_bias"] = x.ddt_bias_part.sum(0)[:, : case.problem.G]
     return outputs
 
 
@@ -99,13 +94,8 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
             else:
                 sums[i_h, 0] = scalar[0]
 
-    @T.prim_func
-    def bwd_reduce(
-        dA_log_part: annotate(case, INPUTS["dA_log_part"], NT=NT),
-        ddt_bias_part: annotate(case, INPUTS["ddt_bias_part"], NT=NT),
-        dA_log: annotate(case, OUTPUTS["dA_log"]),
-        ddt_bias: annotate(case, OUTPUTS["ddt_bias"]),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT)
+    def bwd_reduce(dA_log_part, ddt_bias_part, dA_log, ddt_bias):
         with tile.kernel(HV * KB, threads=config.threads) as i_block:
             i_h = i_block // KB
             k0 = i_block % KB * BK
@@ -146,15 +136,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=4 * parts * (sizes["NT"] + 1), flops=parts * sizes["NT"])
 
 
-STAGE = Stage(
-    name="bwd_reduce",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdReduceConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # fp32 sums: 10000 terms of random sign in 16 rows err by sqrt(10000 / 16 + 16) * 2^-24 = 2e-6
-    tolerance={"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5},
-)
+# fp32 sums: 10000 terms of random sign in 16 rows err by sqrt(10000 / 16 + 16) * 2^-24 = 2e-6
+TOLERANCE = {"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5}
+STAGE = Stage("bwd_reduce", INPUTS, OUTPUTS, BwdReduceConfig, build, reference, default, cost, TOLERANCE)

@@ -15,9 +15,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, avoid_wgmma, rest_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, avoid_wgmma, prim_func, rest_bytes
 
 INPUTS = {
     "qg": "NT HV BT KP : io",
@@ -37,31 +37,20 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    qg: torch.Tensor,
-    kg: torch.Tensor,
-    w: torch.Tensor,
-    do: torch.Tensor,
-    dv_local: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    dht: torch.Tensor | None,
-    seq_chunks: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
-    p, dtype = case.problem, g_cumsum.dtype
-    qg, kg, w, dv_local = (x.to(dtype) for x in (qg, kg, w, dv_local))
-    read = qg.transpose(-1, -2) @ split_chunks(do.to(dtype), chunk_tokens, case.BT, width=p.VP)  # by the queries
-    decay = torch.exp2(g_cumsum[:, :, -1])[..., None]
+    qg, kg, w, dv_local = x.qg, x.kg, x.w, x.dv_local
+    p, dtype = case.problem, x.g_cumsum.dtype
+    qg, kg, w, dv_local = (y.to(dtype) for y in (qg, kg, w, dv_local))
+    read = qg.transpose(-1, -2) @ split_chunks(x.do.to(dtype), x.chunk_tokens, case.BT, width=p.VP)  # by the queries
+    decay = torch.exp2(x.g_cumsum[:, :, -1])[..., None]
     dh, dv_new = torch.empty_like(read), torch.empty_like(dv_local)
-    bounds = seq_chunks.tolist()
+    bounds = x.seq_chunks.tolist()
     dh0 = []
     for n, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        dstate = g_cumsum.new_zeros((p.HV, p.KP, p.VP))
-        if dht is not None:
-            given = dht[n].transpose(-1, -2) if p.state_v_first else dht[n]
+        dstate = x.g_cumsum.new_zeros((p.HV, p.KP, p.VP))
+        if x.dht is not None:
+            given = x.dht[n].transpose(-1, -2) if p.state_v_first else x.dht[n]
             dstate = torch.nn.functional.pad(given.to(dtype), (0, p.VP - p.V, 0, p.KP - p.K))
         for t in reversed(range(first, end)):
             dh[t] = dstate
@@ -118,26 +107,12 @@ def build(case: Case, config: BwdStateConfig) -> Any:
     # The C target finds a size only where it stands alone in a shape, so the sequences are counted by their bounds.
     tokens, NT, bounds = T.dynamic("tokens"), T.dynamic("NT"), T.dynamic("bounds")
     N = bounds - 1
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 
     def state_at(states, n, i_h, row, column):
         return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
-    @T.prim_func
-    def bwd_state(
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        w: annotate(case, INPUTS["w"], NT=NT),
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        dv_local: annotate(case, INPUTS["dv_local"], NT=NT),
-        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
-        dht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
-        seq_chunks: annotate(case, INPUTS["seq_chunks"], **{"N+1": bounds}),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dh: annotate(case, OUTPUTS["dh"], NT=NT),
-        dv_new: annotate(case, OUTPUTS["dv_new"], NT=NT),
-        dh0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens, N=N, **{"N+1": bounds})
+    def bwd_state(qg, kg, w, d_o, dv_local, g_cumsum, dht, seq_chunks, chunk_tokens, dh, dv_new, dh0):
         with tile.kernel(N * HV * VB, threads=THREADS) as i_block:
             i_n = i_block // (HV * VB)
             i_h = i_block // VB % HV
@@ -216,16 +191,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=moved + states, flops=6 * chunks * BT * p.K * p.V)
 
 
+# the gradient's copy, dv_new and the products' operands rounded to io a chunk; the recurrence contracts, as forward
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="bwd_state",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdStateConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # the gradient's copy, dv_new and the products' operands rounded to io a chunk; the recurrence contracts, as forward
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-    passes=avoid_wgmma,
+    "bwd_state", INPUTS, OUTPUTS, BwdStateConfig, build, reference, default, cost, TOLERANCE, passes=avoid_wgmma
 )

@@ -25,10 +25,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import join_chunks, keep_seen, share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes, sees
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, rest_bytes, sees
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -57,50 +57,34 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    beta: torch.Tensor,
-    Akk: torch.Tensor,
-    w: torch.Tensor,
-    u: torch.Tensor,
-    rstd: torch.Tensor | None,
-    h: torch.Tensor,
-    v_new: torch.Tensor,
-    do: torch.Tensor,
-    dv_new: torch.Tensor,
-    dh: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    scale: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
-    p, BT, dtype = case.problem, case.BT, g_cumsum.dtype
-    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
-    if rstd is not None:
-        q_tile, k_tile = q_tile * rstd[:, :, 0, :, None], k_tile * rstd[:, :, 1, :, None]
-    v_tile, do_tile = (split_chunks(x.to(dtype), chunk_tokens, BT, width=p.VP) for x in (v, do))
-    step = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)[..., None]
-    Akk, w, u, h, v_new, dv_new, dh = (x.to(dtype) for x in (Akk, w, u, h, v_new, dv_new, dh))
-    decay, rest = torch.exp2(g_cumsum), torch.exp2(g_cumsum[:, :, -1:] - g_cumsum)
+    Akk, w, u, h, v_new, dv_new, dh = x.Akk, x.w, x.u, x.h, x.v_new, x.dv_new, x.dh
+    p, BT, dtype = case.problem, case.BT, x.g_cumsum.dtype
+    q_tile, k_tile = (
+        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
+    )
+    if x.rstd is not None:
+        q_tile, k_tile = q_tile * x.rstd[:, :, 0, :, None], k_tile * x.rstd[:, :, 1, :, None]
+    v_tile, do_tile = (split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.VP) for y in (x.v, x.do))
+    step = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)[..., None]
+    Akk, w, u, h, v_new, dv_new, dh = (y.to(dtype) for y in (Akk, w, u, h, v_new, dv_new, dh))
+    decay, rest = torch.exp2(x.g_cumsum), torch.exp2(x.g_cumsum[:, :, -1:] - x.g_cumsum)
 
-    dq = scale * decay * (do_tile @ h.transpose(-1, -2))
+    dq = x.scale * decay * (do_tile @ h.transpose(-1, -2))
     dk_after = rest * (v_new @ dh.transpose(-1, -2))
     dw = -dv_new @ h.transpose(-1, -2)
     dkb, dvb = Akk.transpose(-1, -2) @ dw, Akk.transpose(-1, -2) @ dv_new
     dL = -keep_seen(dkb @ w.transpose(-1, -2) + dvb @ u.transpose(-1, -2), p.rank)
 
     dk_before = step * decay * dkb
-    d_last = (k_tile * dk_after).sum(2) + (torch.exp2(g_cumsum[:, :, -1])[..., None] * h * dh).sum(-1)
-    is_last = torch.arange(BT, device=q.device) == chunk_tokens[:, 1:] - 1
+    d_last = (k_tile * dk_after).sum(2) + (torch.exp2(x.g_cumsum[:, :, -1])[..., None] * h * dh).sum(-1)
+    is_last = torch.arange(BT, device=x.q.device) == x.chunk_tokens[:, 1:] - 1
     dG = q_tile * dq + k_tile * (dk_before - dk_after) + is_last[:, None, :, None] * d_last[:, :, None]
     return {
         "dq_inter": dq,
         "dk_inter": dk_before + dk_after,
-        "dv": join_chunks(step * dvb, chunk_tokens, v.shape[0], p.V),
+        "dv": join_chunks(step * dvb, x.chunk_tokens, x.v.shape[0], p.V),
         "db_inter": (k_tile * decay * dkb).sum(-1) + (v_tile * dvb).sum(-1),
         "dG_inter": dG.sum(-1, keepdim=True) if p.scalar_gate else dG,
         "dL": dL,
@@ -156,30 +140,30 @@ def build(case: Case, config: BwdWyConfig) -> Any:
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.prim_func
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
     def bwd_wy(
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        Akk: annotate(case, INPUTS["Akk"], NT=NT),
-        w: annotate(case, INPUTS["w"], NT=NT),
-        u: annotate(case, INPUTS["u"], NT=NT),
-        rstd: annotate(case, INPUTS["rstd"], NT=NT),
-        h: annotate(case, INPUTS["h"], NT=NT),
-        v_new: annotate(case, INPUTS["v_new"], NT=NT),
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        dv_new: annotate(case, INPUTS["dv_new"], NT=NT),
-        dh: annotate(case, INPUTS["dh"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dq_inter: annotate(case, OUTPUTS["dq_inter"], NT=NT),
-        dk_inter: annotate(case, OUTPUTS["dk_inter"], NT=NT),
-        dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
-        db_inter: annotate(case, OUTPUTS["db_inter"], NT=NT),
-        dG_inter: annotate(case, OUTPUTS["dG_inter"], NT=NT),
-        dL: annotate(case, OUTPUTS["dL"], NT=NT),
-        scale: T.float32,
+        q,
+        k,
+        v,
+        g_cumsum,
+        beta,
+        Akk,
+        w,
+        u,
+        rstd,
+        h,
+        v_new,
+        d_o,
+        dv_new,
+        dh,
+        chunk_tokens,
+        dq_inter,
+        dk_inter,
+        dv,
+        db_inter,
+        dG_inter,
+        dL,
+        scale,
     ):
         with tile.kernel(NT * HV, threads=config.threads) as i_block:
             i_t = i_block // HV
@@ -344,17 +328,7 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=flops)
 
 
-STAGE = Stage(
-    name="bwd_wy",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("scale",),
-    config=BwdWyConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # dw rounded to io before the product that makes dkb, dkb and dvb before those that make dL: 2^-9 each (bf16), 2^-11
-    # (fp16), so dL errs by two; dv, a result, by one
-    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# dw rounded to io before the product that makes dkb, dkb and dvb before those that make dL: 2^-9 each (bf16), 2^-11
+# (fp16), so dL errs by two; dv, a result, by one
+TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("bwd_wy", INPUTS, OUTPUTS, BwdWyConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",))

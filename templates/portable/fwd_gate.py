@@ -15,10 +15,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, split_chunks
-from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, annotate, has_gate
+from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
 
 INPUTS = {
     "g": "tokens HV G : g",
@@ -29,20 +29,12 @@ INPUTS = {
 OUTPUTS = {"g_cumsum": "NT HV BT GP : f32"}
 
 
-def reference(
-    case: Case,
-    *,
-    g: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    chunk_tokens: torch.Tensor,
-    lower_bound: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g."""
     p = case.problem
-    log_alpha = activate_gate(g, gate=p.gate, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
-    chunks = split_chunks(log_alpha * RCP_LN2, chunk_tokens, case.BT, width=p.GP)  # zeros past the end
-    return {"g_cumsum": torch.where(first_rows(case.BT, p.rank, g.device), chunks, 0.0).cumsum(dim=2)}
+    log_alpha = activate_gate(x.g, gate=p.gate, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=x.lower_bound)
+    chunks = split_chunks(log_alpha * RCP_LN2, x.chunk_tokens, case.BT, width=p.GP)  # zeros past the end
+    return {"g_cumsum": torch.where(first_rows(case.BT, p.rank, x.g.device), chunks, 0.0).cumsum(dim=2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +87,8 @@ def build(case: Case, config: FwdGateConfig) -> Any:
         z = x + bias  # softplus(z) = max(z, 0) + log1p(exp(-|z|)): exact where exp(z) would overflow or vanish
         return -RCP_LN2 * rate * (T.max(z, 0.0) + T.log1p(T.exp(T.min(z, -z))))
 
-    @T.prim_func
-    def fwd_gate(
-        g: annotate(case, INPUTS["g"], tokens=tokens),
-        A_log: annotate(case, INPUTS["A_log"]),
-        dt_bias: annotate(case, INPUTS["dt_bias"]),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        g_cumsum: annotate(case, OUTPUTS["g_cumsum"], NT=NT),
-        lower_bound: T.float32,
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    def fwd_gate(g, A_log, dt_bias, chunk_tokens, g_cumsum, lower_bound):
         with tile.kernel(NT * heads * blocks, threads=config.threads) as i_block:
             i_t = i_block // (heads * blocks)
             i_h = i_block // blocks % heads
@@ -161,16 +146,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=gates * width + written, flops=8 * gates)
 
 
+# fp32 scan of up to 64 terms: 64 * 2^-24 bounds the relative error; fast exp2/log1p are 2 ulp each
+TOLERANCE = {"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5}
 STAGE = Stage(
-    name="fwd_gate",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("lower_bound",),
-    config=FwdGateConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # fp32 scan of up to 64 terms: 64 * 2^-24 bounds the relative error; fast exp2/log1p are 2 ulp each
-    tolerance={"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5},
+    "fwd_gate", INPUTS, OUTPUTS, FwdGateConfig, build, reference, default, cost, TOLERANCE, scalars=("lower_bound",)
 )

@@ -28,10 +28,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, annotate, beta_factor, rest_bytes, sees
+from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, beta_factor, prim_func, rest_bytes, sees
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -47,32 +47,25 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    beta: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    scale: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: pairwise exponents, a dense triangular solve, all in the dtype of g_cumsum."""
     p, BT = case.problem, case.BT
-    dtype = g_cumsum.dtype
-    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
-    beta_tile = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)
-    q_rstd, k_rstd = (torch.rsqrt(x.square().sum(-1) + L2NORM_EPS) for x in (q_tile, k_tile))
+    dtype = x.g_cumsum.dtype
+    q_tile, k_tile = (
+        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
+    )
+    beta_tile = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)
+    q_rstd, k_rstd = (torch.rsqrt(y.square().sum(-1) + L2NORM_EPS) for y in (q_tile, k_tile))
     if p.l2norm:
         q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
-    Aqk, L = (g_cumsum.new_zeros((*g_cumsum.shape[:2], BT, BT)) for _ in range(2))
+    Aqk, L = (x.g_cumsum.new_zeros((*x.g_cumsum.shape[:2], BT, BT)) for _ in range(2))
     for j in range(BT):  # a column at a time: [NT, HV, rows, KP] instead of all pairs at once
-        decay = torch.exp2(g_cumsum[:, :, j:] - g_cumsum[:, :, j : j + 1])
+        decay = torch.exp2(x.g_cumsum[:, :, j:] - x.g_cumsum[:, :, j : j + 1])
         key = k_tile[:, :, j : j + 1] * decay
-        Aqk[:, :, j:, j] = scale * (q_tile[:, :, j:] * key).sum(-1)
+        Aqk[:, :, j:, j] = x.scale * (q_tile[:, :, j:] * key).sum(-1)
         after = (j // p.rank + 1) * p.rank  # the next token
         L[:, :, after:, j] = beta_tile[:, :, after:] * (k_tile[:, :, after:] * key[:, :, after - j :]).sum(-1)
-    eye = torch.eye(BT, dtype=dtype, device=q.device)
+    eye = torch.eye(BT, dtype=dtype, device=x.q.device)
     Akk = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False, unitriangular=True)
     outputs = {"Aqk": Aqk, "Akk": Akk}
     if p.l2norm:
@@ -133,18 +126,8 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
         """Row r of the even blocks."""
         return r + r // s * s
 
-    @T.prim_func
-    def fwd_intra(
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        Aqk: annotate(case, OUTPUTS["Aqk"], NT=NT),
-        Akk: annotate(case, OUTPUTS["Akk"], NT=NT),
-        rstd: annotate(case, OUTPUTS["rstd"], NT=NT),
-        scale: T.float32,
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    def fwd_intra(q, k, g_cumsum, beta, chunk_tokens, Aqk, Akk, rstd, scale):
         with tile.kernel(NT * HV, threads=threads) as i_block:
             i_t = i_block // HV
             i_hv = i_block % HV
@@ -302,16 +285,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
 
 
+# operands and results rounded to io once each: 2^-9 (bf16), 2^-11 (fp16)
+TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="fwd_intra",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("scale",),
-    config=FwdIntraConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # operands and results rounded to io once each: 2^-9 (bf16), 2^-11 (fp16)
-    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
+    "fwd_intra", INPUTS, OUTPUTS, FwdIntraConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",)
 )

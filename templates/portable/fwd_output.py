@@ -12,9 +12,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, rest_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func, rest_bytes
 
 INPUTS = {
     "qg": "NT HV BT KP : io",
@@ -26,19 +26,11 @@ INPUTS = {
 OUTPUTS = {"o": "tokens HV V : io"}
 
 
-def reference(
-    case: Case,
-    *,
-    qg: torch.Tensor,
-    h: torch.Tensor,
-    Aqk: torch.Tensor,
-    v_new: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of qg."""
-    o = qg @ h.to(qg.dtype) + Aqk.to(qg.dtype) @ v_new.to(qg.dtype)
-    tokens = int(chunk_tokens[:, 1].sum())
-    return {"o": join_chunks(o, chunk_tokens, tokens, case.problem.V)}
+    o = x.qg @ x.h.to(x.qg.dtype) + x.Aqk.to(x.qg.dtype) @ x.v_new.to(x.qg.dtype)
+    tokens = int(x.chunk_tokens[:, 1].sum())
+    return {"o": join_chunks(o, x.chunk_tokens, tokens, case.problem.V)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +76,8 @@ def build(case: Case, config: FwdOutputConfig) -> Any:
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.prim_func
-    def fwd_output(
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        h: annotate(case, INPUTS["h"], NT=NT),
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        v_new: annotate(case, INPUTS["v_new"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        o: annotate(case, OUTPUTS["o"], tokens=tokens),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens)
+    def fwd_output(qg, h, Aqk, v_new, chunk_tokens, o):
         with tile.kernel(NT * HV * VB, threads=config.threads) as i_block:
             i_t = i_block // (HV * VB)
             i_h = i_block // VB % HV
@@ -137,15 +122,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=chunks * 2 * BT * p.V * (p.K + BT // 2))
 
 
-STAGE = Stage(
-    name="fwd_output",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=FwdOutputConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # operands are given in io; only the result is rounded
-    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE},
-)
+# operands are given in io; only the result is rounded
+TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("fwd_output", INPUTS, OUTPUTS, FwdOutputConfig, build, reference, default, cost, TOLERANCE)

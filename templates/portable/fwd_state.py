@@ -13,8 +13,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, avoid_wgmma, rest_bytes
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, avoid_wgmma, prim_func, rest_bytes
 
 INPUTS = {
     "w": "NT HV BT KP : io",
@@ -31,34 +31,27 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    w: torch.Tensor,
-    u: torch.Tensor,
-    kg: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    h0: torch.Tensor | None,
-    seq_chunks: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
-    p, dtype = case.problem, g_cumsum.dtype
-    bounds = seq_chunks.tolist()
+    p, dtype = case.problem, x.g_cumsum.dtype
+    bounds = x.seq_chunks.tolist()
     h, v_new, ht = [], [], []
     for n, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        state = g_cumsum.new_zeros((p.HV, p.KP, p.VP))
-        if h0 is not None:
-            given = h0[n].transpose(-1, -2) if p.state_v_first else h0[n]
+        state = x.g_cumsum.new_zeros((p.HV, p.KP, p.VP))
+        if x.h0 is not None:
+            given = x.h0[n].transpose(-1, -2) if p.state_v_first else x.h0[n]
             state = torch.nn.functional.pad(given.to(dtype), (0, p.VP - p.V, 0, p.KP - p.K))
         for t in range(first, end):
             h.append(state)
-            v_new.append(u[t].to(dtype) - w[t].to(dtype) @ state)
-            state = torch.exp2(g_cumsum[t, :, -1])[..., None] * state + kg[t].to(dtype).transpose(-1, -2) @ v_new[-1]
+            v_new.append(x.u[t].to(dtype) - x.w[t].to(dtype) @ state)
+            state = (
+                torch.exp2(x.g_cumsum[t, :, -1])[..., None] * state + x.kg[t].to(dtype).transpose(-1, -2) @ v_new[-1]
+            )
         state = state[:, : p.K, : p.V]
         ht.append(state.transpose(-1, -2) if p.state_v_first else state)
     outputs = {
-        "h": torch.stack(h) if h else g_cumsum.new_zeros((0, p.HV, p.KP, p.VP)),
-        "v_new": torch.stack(v_new) if h else g_cumsum.new_zeros((0, p.HV, case.BT, p.VP)),
+        "h": torch.stack(h) if h else x.g_cumsum.new_zeros((0, p.HV, p.KP, p.VP)),
+        "v_new": torch.stack(v_new) if h else x.g_cumsum.new_zeros((0, p.HV, case.BT, p.VP)),
     }
     return outputs | ({"ht": torch.stack(ht)} if p.final_state else {})
 
@@ -108,23 +101,12 @@ def build(case: Case, config: FwdStateConfig) -> Any:
     # The C target finds a size only where it stands alone in a shape, so the sequences are counted by their bounds.
     NT, bounds = T.dynamic("NT"), T.dynamic("bounds")
     N = bounds - 1
-    state_shape = "N HV V K" if p.state_v_first else "N HV K V"
 
     def state_at(states, n, i_h, row, column):
         return states[n, i_h, column, row] if p.state_v_first else states[n, i_h, row, column]
 
-    @T.prim_func
-    def fwd_state(
-        w: annotate(case, INPUTS["w"], NT=NT),
-        u: annotate(case, INPUTS["u"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
-        h0: annotate(case, f"{state_shape} : f32 ? initial_state", N=N),
-        seq_chunks: annotate(case, INPUTS["seq_chunks"], **{"N+1": bounds}),
-        h: annotate(case, OUTPUTS["h"], NT=NT),
-        v_new: annotate(case, OUTPUTS["v_new"], NT=NT),
-        ht: annotate(case, f"{state_shape} : f32 ? final_state", N=N),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT, N=N, **{"N+1": bounds})
+    def fwd_state(w, u, kg, g_cumsum, h0, seq_chunks, h, v_new, ht):
         with tile.kernel(N * HV * VB, threads=THREADS) as i_block:
             i_n = i_block // (HV * VB)
             i_h = i_block // VB % HV
@@ -188,16 +170,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=moved + states, flops=4 * chunks * BT * p.K * p.V)
 
 
+# state, v_new and both products' operands rounded to io a chunk; the recurrence contracts, so errors do not grow
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="fwd_state",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=FwdStateConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # state, v_new and both products' operands rounded to io a chunk; the recurrence contracts, so errors do not grow
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-    passes=avoid_wgmma,
+    "fwd_state", INPUTS, OUTPUTS, FwdStateConfig, build, reference, default, cost, TOLERANCE, passes=avoid_wgmma
 )

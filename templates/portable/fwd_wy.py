@@ -14,10 +14,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, annotate, beta_factor, rest_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, rest_bytes
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -37,33 +37,23 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    beta: torch.Tensor,
-    Akk: torch.Tensor,
-    rstd: torch.Tensor | None,
-    chunk_tokens: torch.Tensor,
-    scale: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
-    p, BT, dtype = case.problem, case.BT, g_cumsum.dtype
-    q_tile, k_tile = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
-    if rstd is not None:
-        q_tile, k_tile = q_tile * rstd[:, :, 0, :, None], k_tile * rstd[:, :, 1, :, None]
-    v_tile = split_chunks(v.to(dtype), chunk_tokens, BT, width=p.VP)
-    step = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)[..., None]
-    decay = torch.exp2(g_cumsum)
-    A = Akk.to(dtype)
+    p, BT, dtype = case.problem, case.BT, x.g_cumsum.dtype
+    q_tile, k_tile = (
+        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
+    )
+    if x.rstd is not None:
+        q_tile, k_tile = q_tile * x.rstd[:, :, 0, :, None], k_tile * x.rstd[:, :, 1, :, None]
+    v_tile = split_chunks(x.v.to(dtype), x.chunk_tokens, BT, width=p.VP)
+    step = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)[..., None]
+    decay = torch.exp2(x.g_cumsum)
+    A = x.Akk.to(dtype)
     return {
         "w": A @ (step * k_tile * decay),
         "u": A @ (step * v_tile),
-        "kg": k_tile * torch.exp2(g_cumsum[:, :, -1:] - g_cumsum),
-        "qg": scale * q_tile * decay,
+        "kg": k_tile * torch.exp2(x.g_cumsum[:, :, -1:] - x.g_cumsum),
+        "qg": x.scale * q_tile * decay,
     }
 
 
@@ -100,22 +90,8 @@ def build(case: Case, config: FwdWyConfig) -> Any:
     tile = Tile.of(case)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.prim_func
-    def fwd_wy(
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        g_cumsum: annotate(case, INPUTS["g_cumsum"], NT=NT),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        Akk: annotate(case, INPUTS["Akk"], NT=NT),
-        rstd: annotate(case, INPUTS["rstd"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        w: annotate(case, OUTPUTS["w"], NT=NT),
-        u: annotate(case, OUTPUTS["u"], NT=NT),
-        kg: annotate(case, OUTPUTS["kg"], NT=NT),
-        qg: annotate(case, OUTPUTS["qg"], NT=NT),
-        scale: T.float32,
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    def fwd_wy(q, k, v, g_cumsum, beta, Akk, rstd, chunk_tokens, w, u, kg, qg, scale):
         with tile.kernel(NT * HV, threads=config.threads) as i_block:
             i_t = i_block // HV
             i_hv = i_block % HV
@@ -184,16 +160,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=read + written, flops=chunks * BT * BT * (p.K + p.V))
 
 
-STAGE = Stage(
-    name="fwd_wy",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("scale",),
-    config=FwdWyConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # one operand and the result rounded to io: 2^-9 each (bf16), 2^-11 (fp16)
-    tolerance={"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# one operand and the result rounded to io: 2^-9 each (bf16), 2^-11 (fp16)
+TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("fwd_wy", INPUTS, OUTPUTS, FwdWyConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",))

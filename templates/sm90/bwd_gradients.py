@@ -53,11 +53,11 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import keep_seen, share_heads, split_chunks
 from kda_tl.templates.common.slopes import Slopes
-from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, annotate
+from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, prim_func
 from kda_tl.templates.portable import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates.sm90.exact import exact_gradients
 from kda_tl.templates.sm90.gate_gradients import compute_gate, sum_rows_after
@@ -106,77 +106,35 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    values: torch.Tensor,
-    states: torch.Tensor,
-    do: torch.Tensor,
-    dv: torch.Tensor,
-    dstates: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    scale: float,
-    lower_bound: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: what the states add, then the references of intra, gate and qk, all in the dtype of g."""
     p, BT = case.problem, case.BT
-    G = fwd_gate.reference(case, g=g, A_log=A_log, dt_bias=dt_bias, chunk_tokens=chunk_tokens, lower_bound=lower_bound)[
-        "g_cumsum"
-    ]
+    G = fwd_gate.reference(case, x)["g_cumsum"]
     dtype = G.dtype
-    q_hat, k_hat = (share_heads(split_chunks(x.to(dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
+    q_hat, k_hat = (share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k))
     rstd = None
     if p.l2norm:
-        rstd = torch.stack([(x.square().sum(-1) + L2NORM_EPS).rsqrt() for x in (q_hat, k_hat)], 2)
+        rstd = torch.stack([(y.square().sum(-1) + L2NORM_EPS).rsqrt() for y in (q_hat, k_hat)], 2)
         q_hat, k_hat = q_hat * rstd[:, :, 0, :, None], k_hat * rstd[:, :, 1, :, None]
-    dO, dX = (split_chunks(x.to(dtype), chunk_tokens, BT) for x in (do, dv))
-    V, S, dS = values.to(dtype), states.to(dtype), dstates.to(dtype)
-    steps = split_chunks(activate_beta(beta.to(dtype), p.beta), chunk_tokens, BT)
+    dO, dX = (split_chunks(y.to(dtype), x.chunk_tokens, BT) for y in (x.do, x.dv))
+    V, S, dS = x.values.to(dtype), x.states.to(dtype), x.dstates.to(dtype)
+    steps = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)
     steps = torch.where(steps.abs() < LEAST_STEP, LEAST_STEP, steps)[..., None]
     last = G[:, :, -1:]
-    dq = scale * torch.exp2(G) * (dO @ S)
+    dq = x.scale * torch.exp2(G) * (dO @ S)
     row, key = -torch.exp2(G) * (dX @ S), torch.exp2(last - G) * (V.mT @ dS)
     dG = q_hat * dq + k_hat * (row - key)
     dG[:, :, -1] += (k_hat * key).sum(2) + torch.exp2(last[:, :, 0]) * (S * dS).sum(2)
     dKK = -(dX @ V)
-    inner = bwd_intra.reference(
-        case,
-        q=q,
-        k=k,
-        g_cumsum=G,
-        beta=beta,
-        rstd=rstd,
-        dAqk=(dO @ V).tril(),
-        dL=keep_seen(dKK, p.rank) / steps,
-        dq_inter=dq,
-        dk_inter=row + key,
-        db_inter=torch.zeros_like(dq[..., 0]),
-        dG_inter=dG.sum(-1, keepdim=True) if p.scalar_gate else dG,
-        chunk_tokens=chunk_tokens,
-        scale=scale,
-    )
-    gate = bwd_gate.reference(
-        case,
-        dG=inner["dG"],
-        db=-dKK.diagonal(dim1=-2, dim2=-1) / steps[..., 0].square(),
-        g=g,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        beta=beta,
-        chunk_tokens=chunk_tokens,
-        lower_bound=lower_bound,
-    )
+    pairs = {"dAqk": (dO @ V).tril(), "dL": keep_seen(dKK, p.rank) / steps, "db_inter": torch.zeros_like(dq[..., 0])}
+    outside = {"dq_inter": dq, "dk_inter": row + key, "dG_inter": dG.sum(-1, keepdim=True) if p.scalar_gate else dG}
+    inner = bwd_intra.reference(case, Operands(**vars(x), g_cumsum=G, rstd=rstd, **pairs, **outside))
+    db = -dKK.diagonal(dim1=-2, dim2=-1) / steps[..., 0].square()
+    gate = bwd_gate.reference(case, Operands(**vars(x), dG=inner["dG"], db=db))
     alone = Case(problem=replace(p, H=p.HV), device=case.device, BT=BT, BC=case.BC)
-    parts = {name: inner[name] for name in ("dq_part", "dk_part")}
-    q, k = (share_heads(x, p.group) for x in (q, k))
-    found = bwd_qk.reference(alone, **parts, q=q, k=k, rstd=rstd, chunk_tokens=chunk_tokens)
-    return {f"{name}_part" if p.grouped else name: x for name, x in found.items()} | gate
+    q, k = (share_heads(y, p.group) for y in (x.q, x.k))
+    found = bwd_qk.reference(alone, Operands(**vars(x) | inner | {"q": q, "k": k, "rstd": rstd}))
+    return {f"{name}_part" if p.grouped else name: y for name, y in found.items()} | gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,30 +174,30 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
     gate, slopes = Gate(p), Slopes(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.prim_func
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
     def bwd_gradients(
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        g: annotate(case, INPUTS["g"], tokens=tokens),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        A_log: annotate(case, INPUTS["A_log"]),
-        dt_bias: annotate(case, INPUTS["dt_bias"]),
-        values: annotate(case, INPUTS["values"], NT=NT),
-        states: annotate(case, INPUTS["states"], NT=NT),
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        dv: annotate(case, INPUTS["dv"], tokens=tokens),
-        dstates: annotate(case, INPUTS["dstates"], NT=NT),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
-        dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
-        dq_part: annotate(case, OUTPUTS["dq_part"], tokens=tokens),
-        dk_part: annotate(case, OUTPUTS["dk_part"], tokens=tokens),
-        dg: annotate(case, OUTPUTS["dg"], tokens=tokens),
-        dbeta: annotate(case, OUTPUTS["dbeta"], tokens=tokens),
-        dA_log_part: annotate(case, OUTPUTS["dA_log_part"], NT=NT),
-        ddt_bias_part: annotate(case, OUTPUTS["ddt_bias_part"], NT=NT),
-        scale: T.float32,
-        lower_bound: T.float32,
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        values,
+        states,
+        d_o,
+        dv,
+        dstates,
+        chunk_tokens,
+        dq,
+        dk,
+        dq_part,
+        dk_part,
+        dg,
+        dbeta,
+        dA_log_part,
+        ddt_bias_part,
+        scale,
+        lower_bound,
     ):
         with T.Kernel(NT * HV, threads=config.threads) as i_block:
             T.annotate_min_blocks_per_sm(1)
@@ -371,16 +329,17 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=2 * own + read + chunks * 4 * (1 + p.KP), flops=chunks * 2 * products)
 
 
+# Pairs and anchored operands rounded to 2^-9 each; what cancels in dg was summed from the same roundings
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="bwd_gradients",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
+    "bwd_gradients",
+    INPUTS,
+    OUTPUTS,
+    BwdGradientsConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
     scalars=("scale", "lower_bound"),
-    config=BwdGradientsConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # Pairs and anchored operands rounded to 2^-9 each; what cancels in dg was summed from the same roundings
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
 )

@@ -14,8 +14,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
-from kda_tl.templates.common.tile import TL_DTYPE, annotate
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 
 INPUTS = {
     "dq_part": "tokens HV K : io ? grouped",
@@ -27,10 +27,10 @@ OUTPUTS = {
 }
 
 
-def reference(case: Case, *, dq_part: torch.Tensor, dk_part: torch.Tensor) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of the parts."""
     p = case.problem
-    return {name: part.unflatten(1, (p.H, p.group)).sum(2) for name, part in (("dq", dq_part), ("dk", dk_part))}
+    return {name: part.unflatten(1, (p.H, p.group)).sum(2) for name, part in (("dq", x.dq_part), ("dk", x.dk_part))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,8 @@ def build(case: Case, config: BwdHeadsConfig) -> Any:
             if t0 + i < tokens:
                 dx[t0 + i, i_h, j] = T.cast(total[i, j], TL_DTYPE[p.dtype])
 
-    @T.prim_func
-    def bwd_heads(
-        dq_part: annotate(case, INPUTS["dq_part"], tokens=tokens),
-        dk_part: annotate(case, INPUTS["dk_part"], tokens=tokens),
-        dq: annotate(case, OUTPUTS["dq"], tokens=tokens),
-        dk: annotate(case, OUTPUTS["dk"], tokens=tokens),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens)
+    def bwd_heads(dq_part, dk_part, dq, dk):
         with T.Kernel(T.ceildiv(tokens, rows) * H, threads=config.threads) as i_block:
             t0 = i_block // H * rows
             i_h = i_block % H
@@ -101,15 +96,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=2 * sizes["tokens"] * (p.HV + p.H) * p.K * io, flops=2 * sizes["tokens"] * p.HV * p.K)
 
 
-STAGE = Stage(
-    name="bwd_heads",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdHeadsConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # fp32 sums of a few parts; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
-    tolerance={"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5},
-)
+# fp32 sums of a few parts; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
+TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
+STAGE = Stage("bwd_heads", INPUTS, OUTPUTS, BwdHeadsConfig, build, reference, default, cost, TOLERANCE)

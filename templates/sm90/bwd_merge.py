@@ -14,8 +14,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
 from kda_tl.templates.sm90.recurrence import read_state
 
@@ -28,23 +28,16 @@ INPUTS = {
 OUTPUTS = {"ends": "NS HV VP KP : f32"}
 
 
-def reference(
-    case: Case,
-    *,
-    dlocal: torch.Tensor,
-    transition: torch.Tensor,
-    dht: torch.Tensor | None,
-    seq_segments: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of dlocal."""
     p = case.problem
-    ends = torch.zeros_like(dlocal)
-    for n, (first, count, last) in enumerate(seq_segments.tolist()):
-        ends[last, :, : p.V] = read_state(case, dht, n, dlocal)
-        dstate = dlocal[last]
+    ends = torch.zeros_like(x.dlocal)
+    for n, (first, count, last) in enumerate(x.seq_segments.tolist()):
+        ends[last, :, : p.V] = read_state(case, x.dht, n, x.dlocal)
+        dstate = x.dlocal[last]
         for i_s in reversed(range(first, first + count)):
             ends[i_s] = dstate
-            dstate = dstate @ transition[i_s].mT + dlocal[i_s]
+            dstate = dstate @ x.transition[i_s].mT + x.dlocal[i_s]
     return {"ends": ends}
 
 
@@ -59,14 +52,8 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
     HV, KP, VB = p.HV, p.KP, p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
 
-    @T.prim_func
-    def bwd_merge(
-        dlocal: annotate(case, INPUTS["dlocal"], NS=NS),
-        transition: annotate(case, INPUTS["transition"], NC=NC),
-        dht: annotate(case, INPUTS["dht"], N=N),
-        seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
-        ends: annotate(case, OUTPUTS["ends"], NS=NS),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NS=NS, NC=NC, N=N)
+    def bwd_merge(dlocal, transition, dht, seq_segments, ends):
         with T.Kernel(N * HV * VB, threads=config.threads) as i_block:
             i_n = i_block // (HV * VB)
             i_h = i_block // VB % HV
@@ -118,15 +105,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=4 * moved, flops=2 * NC * p.HV * p.V * p.K * p.K)
 
 
-STAGE = Stage(
-    name="bwd_merge",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdMergeConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # all is fp32 whatever io is; sums over K channels, a segment after the other
-    tolerance=dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE),
-)
+# all is fp32 whatever io is; sums over K channels, a segment after the other
+TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
+STAGE = Stage("bwd_merge", INPUTS, OUTPUTS, BwdMergeConfig, build, reference, default, cost, TOLERANCE)

@@ -16,8 +16,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.sm90.recurrence import FACTORS, TABLES, WARPGROUP, Factors
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
 
@@ -32,26 +32,11 @@ INPUTS = {
 OUTPUTS = SCANNED
 
 
-def reference(
-    case: Case,
-    *,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    A: torch.Tensor,
-    Aqk: torch.Tensor,
-    k_neg: torch.Tensor,
-    qg: torch.Tensor,
-    kg: torch.Tensor,
-    decay: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
-    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
-    states, dstates = (x[:, :, : case.problem.V].to(decay.dtype).unbind() for x in (starts, ends))
-    return scan_reference(case, states, dstates, v, do, segments, chunk_tokens, factors)
+    factors = {name: getattr(x, name) for name in FACTORS}
+    states, dstates = (y[:, :, : case.problem.V].to(x.decay.dtype).unbind() for y in (x.starts, x.ends))
+    return scan_reference(case, states, dstates, x.v, x.do, x.segments, x.chunk_tokens, factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +59,9 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
         for i, j in T.Parallel(*state.shape):
             state[i, j] = known[w.i_s, w.i_h, w.v0 + i, j]
 
-    @T.prim_func
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, N=N)
     def bwd_resume(
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        A: annotate(case, INPUTS["A"], NT=NT),
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        decay: annotate(case, INPUTS["decay"], NT=NT),
-        starts: annotate(case, INPUTS["starts"], NS=NS),
-        ends: annotate(case, INPUTS["ends"], NS=NS),
-        segments: annotate(case, INPUTS["segments"], NS=NS),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        values: annotate(case, OUTPUTS["values"], NT=NT),
-        states: annotate(case, OUTPUTS["states"], NT=NT),
-        dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
-        dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
-        dh0: annotate(case, OUTPUTS["dh0"], N=N),
+        v, d_o, A, Aqk, k_neg, qg, kg, decay, starts, ends, segments, chunk_tokens, values, states, dv, dstates, dh0
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
             factors = Factors(A, Aqk, k_neg, qg, kg, decay)
@@ -114,15 +83,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return scan_cost(case, sizes, states)
 
 
-STAGE = Stage(
-    name="bwd_resume",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdResumeConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("bwd_resume", INPUTS, OUTPUTS, BwdResumeConfig, build, reference, default, cost, TOLERANCE)

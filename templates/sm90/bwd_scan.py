@@ -17,8 +17,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate, at_state
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state, prim_func
 from kda_tl.templates.sm90.recurrence import FACTORS, ROWS, TABLES, WARPGROUP, Factors, read_state
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
 
@@ -33,26 +33,11 @@ INPUTS = {
 OUTPUTS = SCANNED
 
 
-def reference(
-    case: Case,
-    *,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    A: torch.Tensor,
-    Aqk: torch.Tensor,
-    k_neg: torch.Tensor,
-    qg: torch.Tensor,
-    kg: torch.Tensor,
-    decay: torch.Tensor,
-    h0: torch.Tensor | None,
-    dht: torch.Tensor | None,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay; a segment is a sequence."""
-    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
-    starts, ends = ([read_state(case, x, n, decay) for n in segments[:, 2].tolist()] for x in (h0, dht))
-    return scan_reference(case, starts, ends, v, do, segments, chunk_tokens, factors)
+    factors = {name: getattr(x, name) for name in FACTORS}
+    starts, ends = ([read_state(case, y, n, x.decay) for n in x.segments[:, 2].tolist()] for y in (x.h0, x.dht))
+    return scan_reference(case, starts, ends, x.v, x.do, x.segments, x.chunk_tokens, factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +63,9 @@ def build(case: Case, config: BwdScanConfig) -> Any:
         else:
             T.clear(state)
 
-    @T.prim_func
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
     def bwd_scan(
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        A: annotate(case, INPUTS["A"], NT=NT),
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        decay: annotate(case, INPUTS["decay"], NT=NT),
-        h0: annotate(case, INPUTS["h0"], N=N),
-        dht: annotate(case, INPUTS["dht"], N=N),
-        segments: annotate(case, INPUTS["segments"], NS=NS),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        values: annotate(case, OUTPUTS["values"], NT=NT),
-        states: annotate(case, OUTPUTS["states"], NT=NT),
-        dv: annotate(case, OUTPUTS["dv"], tokens=tokens),
-        dstates: annotate(case, OUTPUTS["dstates"], NT=NT),
-        dh0: annotate(case, OUTPUTS["dh0"], N=N),
+        v, d_o, A, Aqk, k_neg, qg, kg, decay, h0, dht, segments, chunk_tokens, values, states, dv, dstates, dh0
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
             factors = Factors(A, Aqk, k_neg, qg, kg, decay)
@@ -119,15 +88,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return scan_cost(case, sizes, sizes["N"] * p.HV * p.K * p.V * (2 * p.initial_state + p.final_state))
 
 
-STAGE = Stage(
-    name="bwd_scan",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdScanConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("bwd_scan", INPUTS, OUTPUTS, BwdScanConfig, build, reference, default, cost, TOLERANCE)

@@ -16,9 +16,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, annotate, at_state
+from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, at_state, prim_func
 from kda_tl.templates.sm90.recurrence import (
     FACTORS,
     PRODUCER,
@@ -38,28 +38,15 @@ INPUTS = {"do": "tokens HV V : io", **FACTORS, "dht": "N HV K V : f32 ? final_st
 OUTPUTS = {"dlocal": "NS HV VP KP : f32"}
 
 
-def reference(
-    case: Case,
-    *,
-    do: torch.Tensor,
-    A: torch.Tensor,
-    Aqk: torch.Tensor,
-    k_neg: torch.Tensor,
-    qg: torch.Tensor,
-    kg: torch.Tensor,
-    decay: torch.Tensor,
-    dht: torch.Tensor | None,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
-    p, rows = case.problem, segments.tolist()
-    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
-    d_o = split_chunks(do.to(decay.dtype), chunk_tokens, case.BT)
-    dlocal = decay.new_zeros((len(rows), p.HV, p.VP, p.KP))
+    p, rows = case.problem, x.segments.tolist()
+    factors = {name: getattr(x, name) for name in FACTORS}
+    d_o = split_chunks(x.do.to(x.decay.dtype), x.chunk_tokens, case.BT)
+    dlocal = x.decay.new_zeros((len(rows), p.HV, p.VP, p.KP))
     for i_s, (first, count, begins, ends) in enumerate(rows):
         if begins < 0:
-            dstate = read_state(case, dht if ends >= 0 else None, ends, decay)
+            dstate = read_state(case, x.dht if ends >= 0 else None, ends, x.decay)
             dlocal[i_s, :, : p.V] = walk_back_reference(d_o, dstate, first, count, factors)[0]
     return {"dlocal": dlocal}
 
@@ -96,20 +83,8 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
                         (w.v0 + i < p.V) & (j < p.K), dht[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0
                     )
 
-    @T.prim_func
-    def bwd_segment(
-        d_o: annotate(case, INPUTS["do"], tokens=tokens),  # do is a word of C
-        A: annotate(case, INPUTS["A"], NT=NT),
-        Aqk: annotate(case, INPUTS["Aqk"], NT=NT),
-        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
-        qg: annotate(case, INPUTS["qg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        decay: annotate(case, INPUTS["decay"], NT=NT),
-        dht: annotate(case, INPUTS["dht"], N=N),
-        segments: annotate(case, INPUTS["segments"], NS=NS),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        dlocal: annotate(case, OUTPUTS["dlocal"], NS=NS),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
+    def bwd_segment(d_o, A, Aqk, k_neg, qg, kg, decay, dht, segments, chunk_tokens, dlocal):
         with T.Kernel(NS * HV * VB, threads=consumers + WARPGROUP) as i_block:
             i_s = i_block // (HV * VB)
             i_h = i_block // VB % HV
@@ -169,15 +144,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=int(share * moved) + states * 4, flops=int(share * products))
 
 
-STAGE = Stage(
-    name="bwd_segment",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=BwdSegmentConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # gradients of states and values rounded to io a chunk; the recurrence contracts, so errors do not grow
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# gradients of states and values rounded to io a chunk; the recurrence contracts, so errors do not grow
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("bwd_segment", INPUTS, OUTPUTS, BwdSegmentConfig, build, reference, default, cost, TOLERANCE)

@@ -13,8 +13,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
 from kda_tl.templates.sm90.recurrence import read_state
 
@@ -27,22 +27,15 @@ INPUTS = {
 OUTPUTS = {"starts": "NS HV VP KP : f32"}
 
 
-def reference(
-    case: Case,
-    *,
-    local: torch.Tensor,
-    transition: torch.Tensor,
-    h0: torch.Tensor | None,
-    seq_segments: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of local."""
-    p, rows = case.problem, seq_segments.tolist()
-    starts = local.new_zeros((sum(count + 1 for _, count, _ in rows), p.HV, p.VP, p.KP))
+    p, rows = case.problem, x.seq_segments.tolist()
+    starts = x.local.new_zeros((sum(count + 1 for _, count, _ in rows), p.HV, p.VP, p.KP))
     for n, (first, count, last) in enumerate(rows):
-        state = torch.nn.functional.pad(read_state(case, h0, n, local), (0, 0, 0, p.VP - p.V))
+        state = torch.nn.functional.pad(read_state(case, x.h0, n, x.local), (0, 0, 0, p.VP - p.V))
         for i_s in range(first, first + count):
             starts[i_s] = state
-            state = state @ transition[i_s] + local[i_s]
+            state = state @ x.transition[i_s] + x.local[i_s]
         starts[last] = state
     return {"starts": starts}
 
@@ -58,14 +51,8 @@ def build(case: Case, config: FwdMergeConfig) -> Any:
     HV, KP, VB = p.HV, p.KP, p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
 
-    @T.prim_func
-    def fwd_merge(
-        local: annotate(case, INPUTS["local"], NC=NC),
-        transition: annotate(case, INPUTS["transition"], NC=NC),
-        h0: annotate(case, INPUTS["h0"], N=N),
-        seq_segments: annotate(case, INPUTS["seq_segments"], N=N),
-        starts: annotate(case, OUTPUTS["starts"], NS=NS),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, NC=NC, N=N, NS=NS)
+    def fwd_merge(local, transition, h0, seq_segments, starts):
         with T.Kernel(N * HV * VB, threads=config.threads) as i_block:
             i_n = i_block // (HV * VB)
             i_h = i_block // VB % HV
@@ -112,15 +99,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=4 * moved, flops=2 * NC * p.HV * p.V * p.K * p.K)
 
 
-STAGE = Stage(
-    name="fwd_merge",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=FwdMergeConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # all is fp32 whatever io is; sums over K channels, a segment after the other
-    tolerance=dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE),
-)
+# all is fp32 whatever io is; sums over K channels, a segment after the other
+TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
+STAGE = Stage("fwd_merge", INPUTS, OUTPUTS, FwdMergeConfig, build, reference, default, cost, TOLERANCE)

@@ -53,10 +53,10 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, annotate
+from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.portable import fwd_gate, fwd_intra
 from kda_tl.templates.sm90.exact import PART, compute_lone, exact_pairs
 from kda_tl.templates.sm90.gates import Chunk, Gate, is_wild, load_gates, reject_chunk
@@ -92,38 +92,25 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    chunk_tokens: torch.Tensor,
-    scale: float,
-    lower_bound: float,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: the references of gate and intra, then factors, all in the dtype of g."""
     p, BT = case.problem, case.BT
-    gated = fwd_gate.reference(
-        case, g=g, A_log=A_log, dt_bias=dt_bias, chunk_tokens=chunk_tokens, lower_bound=lower_bound
+    G = fwd_gate.reference(case, x)["g_cumsum"]
+    intra = fwd_intra.reference(case, Operands(**vars(x), g_cumsum=G))
+    q_tile, k_tile = (
+        share_heads(split_chunks(y.to(G.dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
     )
-    G = gated["g_cumsum"]
-    intra = fwd_intra.reference(case, q=q, k=k, g_cumsum=G, beta=beta, chunk_tokens=chunk_tokens, scale=scale)
-    q_tile, k_tile = (share_heads(split_chunks(x.to(G.dtype), chunk_tokens, BT, width=p.KP), p.group) for x in (q, k))
     if p.l2norm:
         q_rstd, k_rstd = intra["rstd"].unbind(2)
         q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
-    steps = split_chunks(activate_beta(beta.to(G.dtype), p.beta), chunk_tokens, BT)
+    steps = split_chunks(activate_beta(x.beta.to(G.dtype), p.beta), x.chunk_tokens, BT)
     A = intra["Akk"] * steps[:, :, None, :]
     last = G[:, :, -1:]
     return {
         "A": pack_lower(A),
         "Aqk": pack_lower(intra["Aqk"]),
         "k_neg": -k_tile * torch.exp2(G),
-        "qg": scale * q_tile * torch.exp2(G),
+        "qg": x.scale * q_tile * torch.exp2(G),
         "kg": k_tile * torch.exp2(last - G),
         "decay": torch.exp2(last[:, :, 0]).expand(-1, -1, p.KP).contiguous(),
     }
@@ -170,24 +157,8 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
 
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @T.prim_func
-    def fwd_prep(
-        q: annotate(case, INPUTS["q"], tokens=tokens),
-        k: annotate(case, INPUTS["k"], tokens=tokens),
-        g: annotate(case, INPUTS["g"], tokens=tokens),
-        beta: annotate(case, INPUTS["beta"], tokens=tokens),
-        A_log: annotate(case, INPUTS["A_log"]),
-        dt_bias: annotate(case, INPUTS["dt_bias"]),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        A: annotate(case, OUTPUTS["A"], NT=NT),
-        Aqk: annotate(case, OUTPUTS["Aqk"], NT=NT),
-        k_neg: annotate(case, OUTPUTS["k_neg"], NT=NT),
-        qg: annotate(case, OUTPUTS["qg"], NT=NT),
-        kg: annotate(case, OUTPUTS["kg"], NT=NT),
-        decay: annotate(case, OUTPUTS["decay"], NT=NT),
-        scale: T.float32,
-        lower_bound: T.float32,
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    def fwd_prep(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, k_neg, qg, kg, decay, scale, lower_bound):
         with T.Kernel(NT * HV, threads=threads) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
             # variables: written out in every address, a number of heads that is no power of two costs 660 instructions
@@ -282,17 +253,18 @@ def passes(case: Case) -> dict[str, bool]:
     return {"tl.disable_thread_storage_sync": True} | unguarded
 
 
+# Roundings of 2^-9 each: pairs see two operands, A the inverse's factors and itself
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="fwd_prep",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
+    "fwd_prep",
+    INPUTS,
+    OUTPUTS,
+    FwdPrepConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
     scalars=("scale", "lower_bound"),
-    config=FwdPrepConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
     passes=passes,
-    # Roundings of 2^-9 each: pairs see two operands, A the inverse's factors and itself
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
 )

@@ -15,7 +15,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence
@@ -49,24 +49,11 @@ def recurrence_reference(
     return found | ({"ht": torch.stack([ht[n] for n in sorted(ht)])} if p.final_state else {})
 
 
-def reference(
-    case: Case,
-    *,
-    v: torch.Tensor,
-    A: torch.Tensor,
-    Aqk: torch.Tensor,
-    k_neg: torch.Tensor,
-    qg: torch.Tensor,
-    kg: torch.Tensor,
-    decay: torch.Tensor,
-    h0: torch.Tensor | None,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay; a segment is a sequence."""
-    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
-    starts = [read_state(case, h0, n, decay) for n in segments[:, 2].tolist()]
-    return recurrence_reference(case, starts, v, segments, chunk_tokens, factors)
+    factors = {name: getattr(x, name) for name in FACTORS}
+    starts = [read_state(case, x.h0, n, x.decay) for n in x.segments[:, 2].tolist()]
+    return recurrence_reference(case, starts, x.v, x.segments, x.chunk_tokens, factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +103,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return recurrence_cost(case, sizes, sizes["N"] * p.HV * p.K * p.V * (p.initial_state + p.final_state))
 
 
-STAGE = Stage(
-    name="fwd_recurrence",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=FwdRecurrenceConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # state, values and the result rounded to io a chunk; the recurrence contracts, so errors do not grow
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# state, values and the result rounded to io a chunk; the recurrence contracts, so errors do not grow
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("fwd_recurrence", INPUTS, OUTPUTS, FwdRecurrenceConfig, build, reference, default, cost, TOLERANCE)

@@ -13,7 +13,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.tile import FP32_TOLERANCE
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, recurrence_reference
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence
@@ -22,24 +22,11 @@ from kda_tl.templates.sm90.recurrence import FACTORS, TABLES
 INPUTS = {"v": "tokens HV V : io", **FACTORS, "starts": "NS HV VP KP : f32", **TABLES}
 
 
-def reference(
-    case: Case,
-    *,
-    v: torch.Tensor,
-    A: torch.Tensor,
-    Aqk: torch.Tensor,
-    k_neg: torch.Tensor,
-    qg: torch.Tensor,
-    kg: torch.Tensor,
-    decay: torch.Tensor,
-    starts: torch.Tensor,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
-    factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
-    states = starts[:, :, : case.problem.V].to(decay.dtype).unbind()
-    return recurrence_reference(case, states, v, segments, chunk_tokens, factors)
+    factors = {name: getattr(x, name) for name in FACTORS}
+    states = x.starts[:, :, : case.problem.V].to(x.decay.dtype).unbind()
+    return recurrence_reference(case, states, x.v, x.segments, x.chunk_tokens, factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +59,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return recurrence_cost(case, sizes, states)
 
 
-STAGE = Stage(
-    name="fwd_resume",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=FwdResumeConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # state, values and the result rounded to io a chunk; the recurrence contracts, so errors do not grow
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-)
+# state, values and the result rounded to io a chunk; the recurrence contracts, so errors do not grow
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+STAGE = Stage("fwd_resume", INPUTS, OUTPUTS, FwdResumeConfig, build, reference, default, cost, TOLERANCE)

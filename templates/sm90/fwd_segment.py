@@ -20,9 +20,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, annotate
+from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, prim_func
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
@@ -51,24 +51,14 @@ OUTPUTS = {
 }
 
 
-def reference(
-    case: Case,
-    *,
-    v: torch.Tensor,
-    A: torch.Tensor,
-    k_neg: torch.Tensor,
-    kg: torch.Tensor,
-    decay: torch.Tensor,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
-    p, rows = case.problem, segments.tolist()
-    factors = {"A": A, "k_neg": k_neg, "kg": kg, "decay": decay}
-    values = split_chunks(v.to(decay.dtype), chunk_tokens, case.BT, width=p.VP)
+    p, rows = case.problem, x.segments.tolist()
+    factors = {"A": x.A, "k_neg": x.k_neg, "kg": x.kg, "decay": x.decay}
+    values = split_chunks(x.v.to(x.decay.dtype), x.chunk_tokens, case.BT, width=p.VP)
     nothing = values.new_zeros((*values.shape[:3], p.KP))
-    zero = decay.new_zeros((p.HV, p.VP, p.KP))
-    unit = torch.eye(p.KP, dtype=decay.dtype, device=decay.device).expand(p.HV, -1, -1).clone()
+    zero = x.decay.new_zeros((p.HV, p.VP, p.KP))
+    unit = torch.eye(p.KP, dtype=x.decay.dtype, device=x.decay.device).expand(p.HV, -1, -1).clone()
     unit[:, p.K :] = 0
     local, transition = [], []
     for first, count, _, ends in [row for row in rows if row[3] < 0] or rows[:1]:
@@ -120,18 +110,8 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
     rows = T.GemmWarpPolicy.FullRow
     NT, tokens, NS, NC = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("NS"), T.dynamic("NC")
 
-    @T.prim_func
-    def fwd_segment(
-        v: annotate(case, INPUTS["v"], tokens=tokens),
-        A: annotate(case, INPUTS["A"], NT=NT),
-        k_neg: annotate(case, INPUTS["k_neg"], NT=NT),
-        kg: annotate(case, INPUTS["kg"], NT=NT),
-        decay: annotate(case, INPUTS["decay"], NT=NT),
-        segments: annotate(case, INPUTS["segments"], NS=NS),
-        chunk_tokens: annotate(case, INPUTS["chunk_tokens"], NT=NT),
-        local: annotate(case, OUTPUTS["local"], NC=NC),
-        transition: annotate(case, OUTPUTS["transition"], NC=NC),
-    ):
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, NC=NC)
+    def fwd_segment(v, A, k_neg, kg, decay, segments, chunk_tokens, local, transition):
         with T.Kernel(NC * HV * KB * VB, threads=consumers + WARPGROUP) as i_block:
             i_s = i_block // (HV * KB * VB)
             i_h = i_block // (KB * VB) % HV
@@ -248,17 +228,18 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=int(share * moved) + states, flops=int(share * products))
 
 
+# state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
+# a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    name="fwd_segment",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    config=FwdSegmentConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    # state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
-    tolerance={"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE},
-    # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
+    "fwd_segment",
+    INPUTS,
+    OUTPUTS,
+    FwdSegmentConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
     rms_floor={"transition": 0.05},
 )

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import tilelang.language as T
 
 from kda_tl.core.stage import Case, tunable
-from kda_tl.templates.common.tile import TL_DTYPE, annotate
+from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.recurrence import (
     FACTORS,
     OUTPUT_PAD,
@@ -364,25 +364,13 @@ def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, lo
     z, HV = Sizes.of(case, config), case.problem.HV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
-    @T.prim_func
-    def kernel(
-        v: annotate(case, "tokens HV V : io", tokens=tokens),
-        A: annotate(case, FACTORS["A"], NT=NT),
-        Aqk: annotate(case, FACTORS["Aqk"], NT=NT),
-        k_neg: annotate(case, FACTORS["k_neg"], NT=NT),
-        qg: annotate(case, FACTORS["qg"], NT=NT),
-        kg: annotate(case, FACTORS["kg"], NT=NT),
-        decay: annotate(case, FACTORS["decay"], NT=NT),
-        states: annotate(case, start, N=N, NS=NS),
-        segments: annotate(case, TABLES["segments"], NS=NS),
-        chunk_tokens: annotate(case, TABLES["chunk_tokens"], NT=NT),
-        o: annotate(case, OUTPUTS["o"], tokens=tokens),
-        ht: annotate(case, OUTPUTS["ht"], N=N),
-        h: annotate(case, OUTPUTS["h"], NT=NT),
-    ):
+    inputs = {"v": "tokens HV V : io", **FACTORS, "states": start, **TABLES}
+
+    @prim_func(case, inputs | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
+    def recurrence(v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht, h):
         blocks = T.min(NS * HV * z.VB, case.device.num_sms)
         with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
             factors = Factors(A, Aqk, k_neg, qg, kg, decay)
             recur(z, load_state, i_block, blocks, Tensors(v, factors, states, segments, chunk_tokens, o, ht, h))
 
-    return kernel.with_attr("global_symbol", name)
+    return recurrence.with_attr("global_symbol", name)

@@ -19,7 +19,7 @@ from support.launches import run_references
 from kda_tl.core.device import cpu_device
 from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import RESULTS, Flow, Pipeline
-from kda_tl.core.stage import Case, Stage
+from kda_tl.core.stage import Case, Operands, Stage
 from kda_tl.errors import LaunchError
 from kda_tl.runtime.compile import Slot
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
@@ -91,7 +91,8 @@ class FakeKernel:
         for name in self.stage.outputs:
             if tensors[name] is not None:
                 tensors[name].fill_(torch.nan)
-        made = self.stage.reference(self.case, **given, **dict(zip(self.stage.scalars, numbers, strict=True)))
+        numbers_by_name = dict(zip(self.stage.scalars, numbers, strict=True))
+        made = self.stage.reference(self.case, Operands(**given, **numbers_by_name))
         for name in self.stage.outputs:
             if tensors[name] is not None:
                 tensors[name].copy_(made[name])

@@ -13,7 +13,7 @@ from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import cpu_device
 from kda_tl.core.pipeline import Pipeline
-from kda_tl.core.stage import Case, Config, Cost, Stage, tunable
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, tunable
 from kda_tl.tune.events import OnEvent
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.session import Run, load_known
@@ -23,8 +23,8 @@ INPUTS = {"g": "tokens HV K : g"}
 OUTPUTS = {"o": "tokens HV K : f32"}
 
 
-def reference(case: Case, *, g: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
-    return {"o": scale * g}
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
+    return {"o": x.scale * x.g}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +72,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=1, flops=1)
 
 
-STAGE = Stage(
-    name="fake",
-    inputs=INPUTS,
-    outputs=OUTPUTS,
-    scalars=("scale",),
-    config=FakeConfig,
-    build=build,
-    reference=reference,
-    default=default,
-    cost=cost,
-    tolerance={"bf16": 1e-3, "fp16": 1e-3, "fp32": 1e-5},
-)
-
-
+TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3, "fp32": 1e-5}
+STAGE = Stage("fake", INPUTS, OUTPUTS, FakeConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",))
 PIPELINE = Pipeline("fake", "fwd", (STAGE,))
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 BENCH = StageFixture(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, BC=16)

@@ -12,7 +12,7 @@ from kda_tl import templates
 from kda_tl.bench.timing import error_weight
 from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import RESULTS, Pipeline
-from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.core.stage import Case, Config, Operands, Stage
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import Kernel, compile_stage
 from kda_tl.tune.compile_only import StaticJob
@@ -33,7 +33,7 @@ def run_references(
 
     def launch(stage: Stage, inputs: dict[str, Any]) -> list[Tensor | None]:
         records.append((stage, inputs))
-        outputs = stage.reference(case, **inputs)
+        outputs = stage.reference(case, Operands(**inputs))
         return [outputs.get(name) for name in stage.outputs]
 
     return pipeline.flow(case.problem, RESULTS[pipeline.direction], given).run(launch, tensors), records
@@ -87,7 +87,7 @@ def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) 
             given[name] = x.to(torch.float32 if cpu else TORCH[stage.specs[name].element(case.problem)])
     exact = {name: x.to(F64) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in given.items()}
     outputs = launch_poisoned(kernel, given, sizes)
-    expected = stage.reference(case, **exact)
+    expected = stage.reference(case, Operands(**exact))
     assert outputs.keys() == expected.keys()
     weight = {name: error_weight(truth, stage.rms_floor, name) for name, truth in expected.items()}
     return {name: weight[name] * relative_error(outputs[name], truth) for name, truth in expected.items()}
