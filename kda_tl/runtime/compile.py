@@ -220,35 +220,40 @@ def generate_source(stage: Stage, case: Case, config: Config) -> str:
 def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
     """SHA-256 of what the compiler is given for a kernel: the generated CUDA or C, and the settings beside it.
 
-    Neither holds comments, paths or line numbers of the templates: sources that make the same kernel give the same
-    hash, in every process. It is of one version of TileLang; another one generates other text.
+    Neither holds comments, paths or line numbers of the templates, and variables count by their place, not by their
+    names: sources that make the same kernel give the same hash, in every process. It is of one version of TileLang;
+    another one generates other text.
     """
     case = replace(case, problem=case.problem.without_lengths())
     compiled = _kernels.get((stage.name, case, config))
     source = compiled.source if compiled else generate_source(stage, case, config)
-    text = f"{sorted(_pass_configs(stage, case).items())}\n{_settle_names(source)}"
+    text = f"{sorted(_pass_configs(stage, case).items())}\n{number_names(source)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_SHARED = re.compile(r"^ +void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\);$", re.MULTILINE)
+# Two words in a row are a type and a name that it declares
+_WORD = r"(?!(?:return|else|extern|for|if|while)\b)[A-Za-z_]\w*"
+_DECLARED = re.compile(rf"\b{_WORD}[*&]*\s+(?:__restrict__\s+)?({_WORD})\b(?!\s*[\w*&])")
+_TILE = re.compile(
+    r"^ +void\* (\w+?)((?:_\d+)?) = (?=\(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\);$)", re.MULTILINE
+)
 
 
-def _settle_names(source: str) -> str:
-    """Numbers buffers in shared memory by their first use instead of by their place.
+def number_names(source: str) -> str:
+    """Generated code with its variables numbered by first use, so that renaming one in a template changes nothing.
 
-    TileLang 0.1.15 lays out buffers that were given one name, as fwd_recurrence's three "tile", in the order of their
-    addresses in the process, and numbers them by place: which of them is "tile_1" changes from process to process.
+    Of tiles in shared memory whose names differ in a number only, the addresses alone are declared: TileLang 0.1.15
+    lays out tiles that were given one name in the order of their addresses in the process, which changes.
     """
-    declared = list(_SHARED.finditer(source))
-    if not declared:
-        return source
-    end, numbers = declared[-1].end(), dict[str, str]()
+    declared = set(_DECLARED.findall(source)) - set(re.findall(r"\b(\w+)\(", source))
+    tiles = [found[1] for found in _TILE.finditer(source)]
+    numbers = dict[str, str]()
 
-    def settle(match: re.Match[str]) -> str:
-        return numbers.setdefault(match[0], re.sub(r"_\d+$", "", match[0]) + f"#{len(numbers)}")
+    def number(match: re.Match[str]) -> str:
+        return numbers.setdefault(match[0], f"#{len(numbers)}") if match[0] in declared else match[0]
 
-    names = "|".join(re.escape(found[1]) for found in declared)
-    return source[:end] + re.sub(rf"\b(?:{names})\b", settle, source[end:])
+    settled = _TILE.sub(lambda found: found[0] if tiles.count(found[1]) == 1 else "", source)
+    return re.sub(r"\b[A-Za-z_]\w*\b", number, settled[settled.find('extern "C"') :])
 
 
 def require_compiler(device: Device) -> None:

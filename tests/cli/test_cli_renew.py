@@ -6,6 +6,7 @@ import errno
 import importlib.resources
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -66,19 +67,47 @@ def test_a_hash_is_of_the_text_and_the_settings(monkeypatch: pytest.MonkeyPatch)
     assert compile_module.hash_kernel(stage, case, stage.default(case)) != lowered
 
 
-def test_buffers_of_one_name_are_numbered_by_use() -> None:
-    """TileLang lays them out by their addresses in the process, so their numbers are drawn anew each time."""
-    head = "".join(
-        f"  void* {name} = ((void*)((char*)buf_dyn_shmem + {at}));\n"
-        for at, name in enumerate(("x", "tile", "tile_1", "v_2"))
-    )
-    settle = compile_module._settle_names
-    text = settle(f"{head}f(tile, x); f(tile_1, v_2); g(tile, v);")
-    assert text == settle(f"{head}f(tile_1, x); f(tile, v_2); g(tile_1, v);")
-    assert text.startswith(head) and text.endswith("g(tile#0, v);")
-    for other in ("f(tile, x); f(tile_1, v_2); g(tile_1, v);", "f(x, tile); f(tile_1, v_2); g(x, v);"):
-        assert settle(head + other) != text
-    assert settle("f(tile, tile_1);") == "f(tile, tile_1);"
+KERNEL = """#include <tl_templates/cuda/gemm.h>
+extern "C" __global__ void __launch_bounds__(128, 1) step_kernel(const float* __restrict__ x, float* __restrict__ y) {
+  extern __shared__ __align__(1024) uchar buf_dyn_shmem[];
+  void* a_shared = ((void*)((char*)buf_dyn_shmem + 0));
+  void* tile = ((void*)((char*)buf_dyn_shmem + 1024));
+  void* tile_1 = ((void*)((char*)buf_dyn_shmem + 2048));
+  __shared__ __align__(16) uint64_t ready_mem[2];
+  auto ready = reinterpret_cast<Barrier*>(ready_mem);
+  float sum[64];
+  for (int i = 0; i < 64; ++i) {
+    sum[i] = exp2f(((float*)a_shared)[i]) + ((float*)tile)[i] * x[i];
+  }
+  ready[0].wait(1);
+  tl::store(tile_1, sum, y);
+}
+"""
+
+
+def swap(text: str, one: str, other: str) -> str:
+    return re.sub(rf"\b({one}|{other})\b", lambda found: other if found[0] == one else one, text)
+
+
+def test_kernels_are_compared_by_what_their_variables_do() -> None:
+    number = compile_module.number_names
+    renamed = re.sub(r"\bsum\b", "total", KERNEL.replace("ready", "full").replace("a_shared", "q_shared"))
+    assert number(renamed) == number(KERNEL) and "total" in renamed and "full_mem" in renamed
+    head, body = KERNEL[: KERNEL.index("  __shared__")], KERNEL[KERNEL.index("  __shared__") :]
+    # TileLang lays out tiles of one name by their addresses in the process, so their numbers are drawn anew each time
+    assert number(head + swap(body, "tile", "tile_1")) == number(KERNEL)
+    others = [
+        head + swap(body, "a_shared", "tile"),
+        swap(KERNEL, "x", "y").replace("y, float* __restrict__ x", "x, float* __restrict__ y"),
+        KERNEL.replace("exp2f", "log2f"),
+        KERNEL.replace("wait(1)", "wait(0)"),
+        KERNEL.replace("sum[64]", "sum[32]"),
+        KERNEL.replace("tile_1, sum, y", "tile, sum, y"),
+        KERNEL.replace("float sum", "half_t sum"),
+        KERNEL.replace("shmem + 1024", "shmem + 4096"),
+    ]
+    for other in others:
+        assert number(other) != number(KERNEL), other
 
 
 @pytest.fixture
