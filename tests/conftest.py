@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support import parts
+from support.forkserver import FakeSubprocess
 
 if TYPE_CHECKING:
     from kda_tl.core.device import Device
@@ -85,6 +86,14 @@ def no_user_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("user-data")))
         for name in ("KDA_TL_DB", "KDA_TL_STRICT"):
             patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Workers are forked by a process that has torch and tilelang loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kda_tl.tune.isolate.subprocess", FakeSubprocess)
         yield
 
 

@@ -20,6 +20,8 @@ import pytest
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.tune.isolate import IsolatedWorker, WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout, map_pool
 
+pytestmark = pytest.mark.usefixtures("real_processes")
+
 EVAL = "builtins:eval"
 PID = "__import__('os').getpid()"
 FOREVER = "[0 for _ in iter(int, 1)]"

@@ -14,6 +14,8 @@ from support import notes
 from kda_tl.tune.isolate import WorkerTimeout
 from kda_tl.tune.pool import DeadlineExceeded, WorkerPool
 
+pytestmark = pytest.mark.usefixtures("real_processes")
+
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., notes.Note]:
