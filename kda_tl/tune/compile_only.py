@@ -9,18 +9,19 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
-from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.core.stage import Case, Config
 from kda_tl.errors import InputError
 from kda_tl.runtime.compile import compile_stage, require_compiler
 from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT
 from kda_tl.tune.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
 from kda_tl.tune.pool import TARGET
+from kda_tl.tune.requests import KernelJob
 from kda_tl.tune.stage_search import count_cores, rank_by_distance, split_space
 
 _COMPILE_TIMEOUT_S = 300.0
@@ -30,46 +31,23 @@ _EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x11, 0x2F
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One config, compiled or not.
-
-    Attributes:
-        stage: its stage.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk.
-        config: the config.
-        status: "ok", "compile", "crash" or "timeout".
-        reason: why the status is not "ok".
-        registers: a thread; this and the next are None where the binary does not tell (the CPU target's never does).
-        local_bytes: local memory a thread: spilled registers, and arrays indexed at run time.
-        smem_bytes: dynamic shared memory a block.
-        threads: a block, as launched.
-        measured: always False.
-    """
+    """One config, compiled or not; what the binary does not tell is None (the CPU target's never tells)."""
 
     stage: str
     BT: int
     BC: int
     config: Config
-    status: str
-    reason: str = ""
-    registers: int | None = None
-    local_bytes: int | None = None
-    smem_bytes: int | None = None
-    threads: int | None = None
-    measured: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    status: str  # "ok", "compile", "crash" or "timeout"
+    reason: str = ""  # why the status is not "ok"
+    registers: int | None = None  # a thread
+    local_bytes: int | None = None  # local memory a thread: spilled registers, and arrays indexed at run time
+    smem_bytes: int | None = None  # dynamic shared memory a block
+    threads: int | None = None  # a block, as launched
+    measured: bool = False  # always
 
 
-@dataclass(frozen=True, kw_only=True)
-class StaticJob:
+class StaticJob(KernelJob):
     """Compiles one config and reads what the binary tells; runs in a worker process."""
-
-    stage: Stage
-    case: Case
-    config: Config
 
     def run(self) -> dict[str, Any]:
         """Returns fields of :class:`Compiled`."""
@@ -103,7 +81,7 @@ def compile_static(
 
     Args:
         workload: what they are compiled for.
-        device: for which device, see :func:`kda_tl.database.gpus.known_device`.
+        device: see :func:`kda_tl.database.gpus.known_device`.
         stages: names; unless given, those of all pipelines that have a config for the problem and the device.
         BT: tokens a chunk.
         BC: tokens a sub-chunk.
@@ -132,29 +110,25 @@ def compile_static(
         possible, rejected = split_space(every[name], case)
         if stages and not possible:
             raise InputError(f"{name} has no config for {workload.name} on {device.slug}: {next(iter(rejected))}.")
-        ranked = rank_by_distance(possible, every[name].default(case))[:budget]
-        work += [StaticJob(stage=every[name], case=case, config=config) for config in ranked]
+        nearest = rank_by_distance(possible, every[name].default(case))[:budget]
+        work += [StaticJob(stage=every[name], case=case, config=config) for config in nearest]
     compiled = []
     for index, result in map_pool(TARGET, work, jobs=jobs or count_cores(), timeout_s=_COMPILE_TIMEOUT_S):
-        done = _describe(work[index], result)
-        compiled.append(done)
+        compiled.append(_describe(work[index], result))
         if on_compiled:
-            on_compiled(done)
-    return tuple(sorted(compiled, key=lambda c: (names.index(c.stage), *_sort_rank(c))))
+            on_compiled(compiled[-1])
+    ranked = sorted(compiled, key=lambda c: (c.status != "ok", c.local_bytes or 0, c.registers or 0))
+    return tuple(sorted(ranked, key=lambda c: names.index(c.stage)))
 
 
 def _describe(job: StaticJob, result: dict[str, Any] | WorkerFailure) -> Compiled:
-    status, reason = "ok", ""
-    if isinstance(result, WorkerFailure):
-        kinds = {WorkerCrash: "crash", WorkerTimeout: "timeout"}
-        status, reason = kinds.get(type(result), "compile"), str(result)  # type: ignore[call-overload]
-    found = {} if isinstance(result, WorkerFailure) else result
-    BT, BC = job.case.BT, job.case.BC
-    return Compiled(stage=job.stage.name, BT=BT, BC=BC, config=job.config, status=status, reason=reason, **found)
-
-
-def _sort_rank(compiled: Compiled) -> tuple[bool, int, int]:
-    return compiled.status != "ok", compiled.local_bytes or 0, compiled.registers or 0
+    known = {"stage": job.stage.name, "BT": job.case.BT, "BC": job.case.BC, "config": job.config}
+    if not isinstance(result, WorkerFailure):
+        return Compiled(**known, status="ok", **result)
+    status = (
+        "crash" if isinstance(result, WorkerCrash) else "timeout" if isinstance(result, WorkerTimeout) else "compile"
+    )
+    return Compiled(**known, status=status, reason=str(result))
 
 
 def read_resources(library: bytes) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kda_tl import templates
 from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
@@ -23,25 +24,24 @@ from kda_tl.database import store
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.runtime.compile import require_compiler
 from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, select_plan
-from kda_tl.tune.events import (
-    ChunkVariant,
-    OnEvent,
-    PartStarted,
-    RunStarted,
-    StageResult,
-    TuneReport,
-    WorkloadDone,
-    WorkloadReport,
-    WorkloadStarted,
-)
+from kda_tl.tune import events
+from kda_tl.tune.events import ChunkVariant, OnEvent, StageResult, TuneReport, WorkloadReport
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.journal import Journal
-from kda_tl.tune.plan_search import OBJECTIVES, compete, default_plans, plan_of, require_pipeline, searched_pipelines
+from kda_tl.tune.plan_search import (
+    OBJECTIVES,
+    compete,
+    default_plans,
+    make_fixture,
+    plan_of,
+    require_pipeline,
+    searched_pipelines,
+)
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.requests import WarmUp
 from kda_tl.tune.screening import choose_variants, prefetch_plans, screen
 from kda_tl.tune.session import Run, load_known
-from kda_tl.tune.stage_search import count_cores, make_fixture, prefetch, time_stages, tune_stage
+from kda_tl.tune.stage_search import count_cores, prefetch, time_stages, tune_stage
 
 DEFAULT_BUDGET = 64
 DEFAULT_OBJECTIVE = "balanced"
@@ -103,7 +103,8 @@ def tune(
         import optuna  # noqa: F401
     folder = Path(db_dir) if db_dir is not None else store.writable_directory()
     trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
-    journals = [trials / _name_journal(workload) for workload in workloads]
+    problems = [workload.problem() for workload in workloads]
+    journals = [trials / f"{problem.operator}_{problem.direction}.trials.jsonl" for problem in problems]
     for path in dict.fromkeys(journals):
         Journal(path).require_writable()
     overlap = device.kind == "cuda"
@@ -122,40 +123,26 @@ def tune(
         )
         runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
         forecast = Forecast(shared, workloads, stage, timeout_s)
-        emit(
-            RunStarted(
-                workloads=len(workloads),
-                limit_s=timeout_s,
-                kernels=forecast.count_kernels(),
-                jobs=pool.size,
-                about_s=forecast.left_s(),
-            )
-        )
+        kernels, about_s = forecast.count_kernels(), forecast.left_s()
+        total = len(workloads)
+        emit(events.RunStarted(workloads=total, limit_s=timeout_s, kernels=kernels, jobs=pool.size, about_s=about_s))
         pool.warm_up(WarmUp(device=device))
         if overlap and stage is None:  # the start of the workers is on nobody's time
             prefetch_plans(shared, workloads[0])
             pool.await_warm()
-        for index, workload in enumerate(workloads):
+        for index, (workload, following) in enumerate(zip(workloads, [*workloads[1:], None], strict=True)):
             left_s = forecast.left_s(index)
-            emit(WorkloadStarted(workload=workload, index=index, total=len(workloads), left_s=left_s))
-            following = workloads[index + 1] if index + 1 < len(workloads) else None
+            emit(events.WorkloadStarted(workload=workload, index=index, total=total, left_s=left_s))
             run = runs[journals[index]]
             report = tune_workload(run, workload, folder, stage=stage, timeout_s=timeout_s, following=following)
             reports.append(report)
-            emit(WorkloadDone(report=report))
+            emit(events.WorkloadDone(report=report))
     return TuneReport(device=device, workloads=tuple(reports), journals=tuple(runs), seconds=time.monotonic() - begin)
-
-
-def _name_journal(workload: Workload) -> str:
-    problem = workload.problem()
-    return f"{problem.operator}_{problem.direction}.trials.jsonl"
 
 
 def _check_request(
     workloads: Sequence[Workload], stage: str | None, pipeline: str | None, budget: int, objective: str
 ) -> None:
-    from kda_tl import templates
-
     if not workloads:
         raise InputError("there is nothing to tune: pass at least one workload.")
     if budget < 1:
@@ -177,18 +164,10 @@ def tune_workload(
     timeout_s: float | None = None,
     following: Workload | None = None,
 ) -> WorkloadReport:
-    """Tunes one workload; a failure is in the report. Arguments as for :func:`tune`.
+    """Tunes one workload, or one stage of it; a failure is in the report. Arguments as for :func:`tune`.
 
-    Args:
-        run: the tuning run.
-        workload: what to tune.
-        db_dir: the database to write.
-        stage: tune only this stage.
-        timeout_s: wall time it may take; the default plan of every pipeline is timed all the same.
-        following: the next workload, whose kernels may be compiled when nothing else is to be.
-
-    Raises:
-        DatabaseError: the journal or the database cannot be written.
+    Kernels of the ``following`` workload may be compiled when nothing else is to be. Raises DatabaseError if the
+    journal or the database cannot be written.
     """
     begin = time.monotonic()
     deadline = None if timeout_s is None else begin + timeout_s
@@ -206,20 +185,16 @@ def tune_workload(
 
 
 def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: float | None) -> WorkloadReport:
-    problem = report.workload.problem()
-    direction = problem.direction
-    pipelines = searched_pipelines(run, report.workload)
-    holders = [p for p in pipelines if stage in {s.name for s in p.stages_of(problem)}]
-    if not holders:
-        who = f"no {direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
-        raise InputError(f"{who} {stage!r} for {report.workload.name}: pass another workload.")
-    pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
-    default = default_plan(problem, run.device, pipeline=pipeline.name)
-    variant = ChunkVariant(pipeline=pipeline.name, BT=default.BT, BC=default.BC)
-    fixture = make_fixture(run, report.workload, variant)
-    chosen = next(s for s in pipeline.stages if s.name == stage)
-    result = tune_stage(run, fixture, chosen, deadline=deadline)
-    return _add_stages(report, [result])
+    """Of the pipeline that runs by default, or else of the first that has the stage."""
+    problem, workload = report.workload.problem(), report.workload
+    found = {p.name: s for p in searched_pipelines(run, workload) for s in p.stages_of(problem) if s.name == stage}
+    if not found:
+        who = f"no {problem.direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
+        raise InputError(f"{who} {stage!r} for {workload.name}: pass another workload.")
+    pipeline = next((name for name in DEFAULT_PIPELINES[problem.direction] if name in found), next(iter(found)))
+    default = default_plan(problem, run.device, pipeline=pipeline)
+    fixture = make_fixture(run, workload, ChunkVariant(pipeline=pipeline, BT=default.BT, BC=default.BC))
+    return _add_stages(report, [tune_stage(run, fixture, found[pipeline], deadline=deadline)])
 
 
 def tune_plan(
@@ -227,15 +202,8 @@ def tune_plan(
 ) -> WorkloadReport:
     """Screens variants with default configs, tunes the stages of the best one or two, and lets plans compete.
 
-    Args:
-        run: the tuning run.
-        report: the blank report to fill.
-        db_dir: the database to write.
-        deadline: ``time.monotonic`` when searching ends with what there is.
-        following: the next workload, whose kernels may be compiled when nothing else is to be.
-
-    Raises:
-        KdaTlError: nothing runs, or a file cannot be written.
+    Returns the blank report filled. ``deadline``, in terms of ``time.monotonic``, is when searching ends with what
+    there is. Raises KdaTlError if nothing runs, or a file cannot be written.
     """
     workload = report.workload
     problem = workload.problem()
@@ -257,7 +225,8 @@ def tune_plan(
         if number and end is not None and time.monotonic() > end:  # its default plan competes
             break
         fixture = make_fixture(run, workload, variant)
-        run.emit(PartStarted(workload=workload, part="stages", count=len(fixture.pipeline.stages_of(problem))))
+        count = len(fixture.pipeline.stages_of(problem))
+        run.emit(events.PartStarted(workload=workload, part="stages", count=count))
         results += _tune_stages(run, fixture, end, _share(end, len(variants) - number))
     report = _add_stages(report, results)
     run.pool.useful_until = None
@@ -285,11 +254,7 @@ def _make_plans(
 def _tune_stages(run: Run, fixture: StageFixture, end: float | None, share: float | None) -> list[StageResult]:
     """Every stage that runs, the longest first; each may take as much of the time left as it takes of the pass's time.
 
-    Args:
-        run: the tuning run.
-        fixture: what they are measured on.
-        end: when searching ends.
-        share: when its share of the time ends; until the end every stage makes its first trials all the same.
+    The time left is that until ``share``; until ``end`` every stage makes its first trials all the same.
     """
     variant = ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC)
     times = {} if end is not None and time.monotonic() > end else time_stages(run, fixture)

@@ -22,7 +22,6 @@ from kda_tl.tune.events import (
     Event,
     PartStarted,
     PlanDone,
-    PlanResult,
     StageDone,
     StageResult,
     StageStarted,
@@ -74,14 +73,15 @@ def iter_stage(result: StageResult) -> Iterator[Event]:
 
 def iter_workload(*stages: StageResult, resumed: bool = False, **report: Any) -> Iterator[Event]:
     """Every kind of event, as a tuner sends them."""
-    timed = PlanResult(plan=PLAN, status="ok", median_us=55.0, check={"max_rel_err": 1e-6})
-    wrong = replace(timed, status="wrong", median_us=None, reason="o is off")
+    outcome = Outcome(status="ok", median_us=55.0, check={"max_rel_err": 1e-6})
+    timed = Evaluation(config=PLAN, outcome=outcome)
+    wrong = replace(timed, outcome=replace(outcome, status="wrong", median_us=None, reason="o is off"))
     yield WorkloadStarted(workload=SMALL, index=0, total=2)
     for count in (2, 1):  # the other BC comes when the best BT is known
         yield PartStarted(workload=SMALL, part="default plans", count=count)
         for BC in (16, 8)[:count]:
             variant = ChunkVariant(pipeline="staged", BT=64, BC=BC)
-            yield VariantScreened(workload=SMALL, variant=variant, result=timed, resumed=resumed)
+            yield VariantScreened(workload=SMALL, variant=variant, result=replace(timed, resumed=resumed))
     yield PartStarted(workload=SMALL, part="stages", count=len(stages))
     for stage in stages:
         yield from iter_stage(stage)

@@ -59,7 +59,7 @@ def spawn(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def make_search(trials: tuple[Evaluation, ...] = ()) -> SearchResult:
-    return SearchResult(best=None, trials=trials, counts={}, stopped_because="everything was tried", resumed=0)
+    return SearchResult(trials=trials, stopped_because="everything was tried")
 
 
 def make_report(workload: Workload = SMALL, **changes: Any) -> WorkloadReport:
