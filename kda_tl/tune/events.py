@@ -81,7 +81,7 @@ class TuneReport:
 
 
 class Event:
-    """What a listener is called with: one of the following."""
+    """What a listener is called with: one of the following; all between WorkloadStarted and WorkloadDone are of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,6 @@ class WorkloadStarted(Event):
 class PartStarted(Event):
     """A part of a workload's tuning begins: ``count`` more "default plans", "stages" or "plans" are measured."""
 
-    workload: Workload
     part: str
     count: int
 
@@ -121,7 +120,6 @@ class PartStarted(Event):
 class VariantScreened(Event):
     """The default plan of a variant was timed end to end, or failed."""
 
-    workload: Workload
     variant: ChunkVariant
     result: Evaluation[Plan]
 
@@ -130,7 +128,6 @@ class VariantScreened(Event):
 class StageStarted(Event):
     """The search of a stage begins."""
 
-    workload: Workload
     stage: str
     variant: ChunkVariant
     space: int  # points of the space
@@ -143,7 +140,6 @@ class StageStarted(Event):
 class TrialDone(Event):
     """One config was measured, failed, or came from the journal: trial ``number``, from 1, ``of`` at most so many."""
 
-    workload: Workload
     stage: str
     number: int
     of: int
@@ -156,7 +152,6 @@ class TrialDone(Event):
 class StageDone(Event):
     """A stage has its winner."""
 
-    workload: Workload
     result: StageResult
 
 
@@ -164,7 +159,6 @@ class StageDone(Event):
 class PlanDone(Event):
     """A plan of the final was verified end to end, or failed."""
 
-    workload: Workload
     result: Evaluation[Plan]
 
 

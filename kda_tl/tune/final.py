@@ -34,47 +34,24 @@ class Comparison(Generic[T]):
     ci95: tuple[float, float] | None  # 95 % interval of the ratio
 
 
-def hold_final(
-    run: Run,
-    study: str,
-    candidates: Sequence[T],
-    request: Request,
-    *,
-    default: T | None,
-    fixed_order: Sequence[T] = (),
-    fixture: StageFixture | None = None,
-) -> Comparison[T]:
-    """Decides between candidates that are measured in turns; a contest that the journal holds is not held again.
-
-    Args:
-        run: the tuning run.
-        study: identity of what was searched.
-        candidates: at least one, best first.
-        request: measures them in this order and returns :class:`kda_tl.tune.requests.Rounds`.
-        default: the candidate that wins ties, None if it is not among them.
-        fixed_order: which of several equally fast candidates wins.
-        fixture: whose tensors the request needs.
-
-    Raises:
-        WorkerFailure: the contest gave no result.
-    """
-    found = measure_in_turns(run, study, candidates, request, fixture)
-    return decide(dict(zip(candidates, found.medians_us, strict=True)), found.reps, default, fixed_order)
-
-
 def measure_in_turns(
     run: Run, study: str, candidates: Sequence[T], request: Request, fixture: StageFixture | None = None
-) -> Rounds:
-    """What the request gives, measured or from the journal. Arguments and errors as for :func:`hold_final`."""
+) -> tuple[dict[T, list[float]], int]:
+    """Medians of the rounds by candidate, in us, and repetitions a round: measured, or as the journal holds them.
+
+    The request measures the candidates in their order, and returns :class:`kda_tl.tune.requests.Rounds`; ``fixture`` is
+    what it needs the tensors of, and ``study`` the identity of what was searched. Raises WorkerFailure if there is no
+    result.
+    """
 
     def measure() -> Outcome:
-        rounds: Rounds = run.measure(request, fixture)
-        best_us = min(summarise(series)[0] for series in rounds.medians_us)
-        return Outcome(status="ok", median_us=best_us, extra={"rounds": rounds.medians_us, "reps": rounds.reps})
+        found: Rounds = run.measure(request, fixture)
+        best_us = min(summarise(series)[0] for series in found.medians_us)
+        return Outcome(status="ok", median_us=best_us, extra={"rounds": found.medians_us, "reps": found.reps})
 
     entrants = [candidate.as_dict() for candidate in candidates]
     outcome, _ = run.answer(study + CONTEST, {"entrants": entrants}, measure)
-    return Rounds(medians_us=outcome.extra["rounds"], reps=outcome.extra["reps"])
+    return dict(zip(candidates, outcome.extra["rounds"], strict=True)), outcome.extra["reps"]
 
 
 def decide(
@@ -82,11 +59,8 @@ def decide(
 ) -> Comparison[T]:
     """The winner of a contest by the tie rule; it is the default unless the interval of its gain is above 1.
 
-    Args:
-        rounds: medians of the rounds by candidate, in us.
-        reps: repetitions a round.
-        default: the candidate that wins ties, None if it is not among them.
-        fixed_order: which of several equally fast candidates wins.
+    Takes what :func:`measure_in_turns` gives, the default if it is among the candidates, and the order in which equally
+    fast ones win.
     """
     winner = pick_winner(rounds, default, fixed_order)
     ratio, low, high = (1.0, 1.0, 1.0) if default in (None, winner) else ratio_ci(rounds[default], rounds[winner])

@@ -21,11 +21,7 @@ _TRIAL_S = {"cuda": 0.5, "cpu": 1.5}
 class Forecast:
     """Estimates of a run, as if the pipeline that runs by default were the one to be searched.
 
-    Args:
-        run: the tuning run.
-        workloads: what it tunes.
-        stage: the only stage that is searched.
-        limit_s: most seconds a workload.
+    Of workloads that may take ``limit_s`` seconds each, all stages are searched unless one is named.
     """
 
     def __init__(self, run: Run, workloads: Sequence[Workload], stage: str | None, limit_s: float | None) -> None:

@@ -229,13 +229,8 @@ def map_pool(
 ) -> Generator[tuple[int, Any | WorkerFailure], None, None]:
     """Runs a target on many payloads in isolated workers; yields (index, result or failure) as they end.
 
-    A failure is yielded, never raised, and costs only its own payload. Leaving the loop early kills the workers.
-
-    Args:
-        target: ``"module:function"``, importable.
-        payloads: picklable values.
-        jobs: number of worker processes, at least 1.
-        timeout_s: wall-clock limit of one call.
+    A failure is yielded, never raised, and costs only its own payload. Leaving the loop early kills the workers, of
+    which there are ``jobs``, at least 1. Other arguments as for :class:`IsolatedWorker`.
     """
     waiting = deque(enumerate(payloads))
     busy: dict[IsolatedWorker, int] = {}

@@ -14,14 +14,14 @@ from kda_tl.bench.timing import read_gpu_state
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import Case, Config, Plan
+from kda_tl.core.stage import Case, Plan
 from kda_tl.database import store
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone
-from kda_tl.tune.final import ROUNDS, Comparison, hold_final
+from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
 from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.requests import CompileJob, HashJob, PlanContest, PlanTrial
 from kda_tl.tune.search import Evaluation, sort_valid
@@ -40,19 +40,8 @@ class Final:
     entry: Entry | None
 
 
-def plan_of(variant: ChunkVariant, configs: Mapping[str, Config]) -> Plan:
-    """A plan from the configs of its stages."""
-    stages = tuple((stage.name, configs[stage.name]) for stage in PIPELINES[variant.pipeline].stages)
-    return Plan(pipeline=variant.pipeline, BT=variant.BT, BC=variant.BC, stages=stages)
-
-
 def require_pipeline(name: str, workloads: Sequence[Workload], stage: str | None = None) -> Pipeline:
-    """The pipeline that a search is restricted to.
-
-    Args:
-        name: its name.
-        workloads: what is searched for.
-        stage: the only stage that is searched.
+    """The pipeline of a name, to which a search of workloads, or of one stage, is restricted.
 
     Raises:
         InputError: there is no such pipeline, it is not of a workload's pass, or it does not have the stage.
@@ -119,25 +108,19 @@ def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = 
     """
     request = PlanTrial(plan=plan, workload=workload, device=run.device, seed=run.seed)
     kernels = list_kernels(run, workload, [plan])
-    outcome, resumed = run.answer(
-        name_study(run, workload), plan.as_dict(), lambda: run.attempt(kernels, request, deadline=deadline)
-    )
+    study, stored = name_study(run, workload), plan.as_dict()
+    outcome, resumed = run.answer(study, stored, lambda: run.attempt(kernels, request, deadline))
     return Evaluation(config=plan, outcome=outcome, resumed=resumed)
 
 
 def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], counts: Mapping[str, int]) -> Final:
-    """Verifies the plans, measures the valid ones in turns with the default, and makes the winner's entry.
+    """Verifies tuned plans, measures the valid ones in turns with the default, and makes the winner's entry.
 
-    Args:
-        run: the tuning run.
-        workload: what they are for.
-        default: the plan when nothing is tuned; it wins ties.
-        plans: the tuned plans.
-        counts: trials of the stages by status, for the entry's provenance.
+    The default wins ties. ``counts``, trials of the stages by status, are for the entry's provenance.
     """
     results: dict[Plan, Evaluation[Plan]] = {}
     entering = list(dict.fromkeys([default, *plans]))
-    run.emit(PartStarted(workload=workload, part="plans", count=len(entering)))
+    run.emit(PartStarted(part="plans", count=len(entering)))
     for plan in entering:
         results[plan] = _enter(run, workload, plan)
     for plan, result in list(results.items()):
@@ -146,15 +129,14 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
             if is_worth_keeping(run.objective, result.time_us, kept):
                 results[twin] = kept
     valid = [result.config for result in sort_valid(results.values())]
-    entry = None
-    if valid:
-        study, request = name_study(run, workload), contest_of(run, workload, valid)
-        base = default if default in valid else None
-        try:
-            comparison = hold_final(run, study, valid, request, default=base, fixed_order=sorted(valid, key=_rank_plan))
-        except WorkerFailure as failure:
-            raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
-        entry = _make_entry(run, workload, comparison, results[comparison.winner], results[default], counts)
+    if not valid:
+        return Final(plans=tuple(results.values()), entry=None)
+    try:
+        rounds, reps = measure_plans(run, workload, valid)
+    except WorkerFailure as failure:
+        raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
+    comparison = decide(rounds, reps, default if default in valid else None, sorted(valid, key=_rank_plan))
+    entry = _make_entry(run, workload, comparison, results[comparison.winner], results[default], counts)
     return Final(plans=tuple(results.values()), entry=entry)
 
 
@@ -164,15 +146,16 @@ def _rank_plan(plan: Plan) -> tuple[Any, ...]:
     return list(PIPELINES).index(plan.pipeline), -plan.BT, -plan.BC, plan.kept, places
 
 
-def contest_of(run: Run, workload: Workload, plans: Sequence[Plan]) -> PlanContest:
-    """The request that measures plans in turns."""
+def measure_plans(run: Run, workload: Workload, plans: Sequence[Plan]) -> tuple[dict[Plan, list[float]], int]:
+    """Whole plans, measured in turns. Returns and errors as for :func:`kda_tl.tune.final.measure_in_turns`."""
     rounds = ROUNDS[run.device.kind]
-    return PlanContest(plans=tuple(plans), workload=workload, device=run.device, rounds=rounds, seed=run.seed)
+    request = PlanContest(plans=tuple(plans), workload=workload, device=run.device, rounds=rounds, seed=run.seed)
+    return measure_in_turns(run, name_study(run, workload), plans, request)
 
 
 def _enter(run: Run, workload: Workload, plan: Plan) -> Evaluation[Plan]:
     result = run_plan(run, workload, plan)
-    run.emit(PlanDone(workload=workload, result=result))
+    run.emit(PlanDone(result=result))
     return result
 
 
@@ -184,12 +167,9 @@ def find_kept_twin(plan: Plan, objective: str) -> Plan | None:
 
 
 def is_worth_keeping(objective: str, again_us: float, kept: Evaluation[Plan]) -> bool:
-    """Whether a plan may win that has its first results kept.
+    """Whether a plan may win that has its first results kept; ``again_us`` is its time when it computes them again.
 
-    Args:
-        objective: "time" leaves it to the contest; "balanced" wants as large a share of time saved as of memory added.
-        again_us: time of the same plan when it computes them again.
-        kept: the plan with its outcome.
+    The objective "time" leaves it to the contest; "balanced" wants as large a share of time saved as of memory added.
     """
     if kept.outcome.status != "ok" or objective == "time":
         return kept.outcome.status == "ok"

@@ -11,11 +11,17 @@ from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
 from kda_tl.runtime.dispatch import DEFAULT_BC, find_rejection
-from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
-from kda_tl.tune.final import measure_in_turns
 from kda_tl.tune.isolate import WorkerFailure
-from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan, searched_pipelines
+from kda_tl.tune.plan_search import (
+    case_of,
+    default_plans,
+    list_kernels,
+    make_fixture,
+    measure_plans,
+    run_plan,
+    searched_pipelines,
+)
 from kda_tl.tune.pool import DeadlineExceeded
 from kda_tl.tune.session import Run
 from kda_tl.tune.stage_search import prefetch
@@ -31,16 +37,8 @@ def screen(
     """Times default plans end to end, what decides most first: every pipeline, other BT of fast ones, other BC.
 
     Every pipeline is timed once, whatever the deadline: the choice of a pipeline matters more than anything after it.
-    The rest may take half of the time that is then left.
-
-    Args:
-        run: the tuning run.
-        workload: what the plans are for.
-        deadline: ``time.monotonic`` when searching ends.
-        following: the next workload, whose first kernels are compiled when nothing else is to be.
-
-    Returns:
-        Microseconds by variant, of those whose default plan runs.
+    The rest may take half of the time that is then left. The first kernels of the ``following`` workload are compiled
+    when nothing else is to be. Returns microseconds by variant, of those whose default plan runs.
     """
     variants = list_variants(run, workload)
     firsts = first_of_pipelines(variants)
@@ -97,7 +95,7 @@ def _screen(
     run: Run, workload: Workload, variants: list[ChunkVariant], deadline: float | None
 ) -> dict[ChunkVariant, float]:
     found: dict[ChunkVariant, float] = {}
-    run.emit(PartStarted(workload=workload, part="default plans", count=len(variants)))
+    run.emit(PartStarted(part="default plans", count=len(variants)))
     if deadline is None or time.monotonic() < deadline:
         _enqueue_plans(run, workload, variants)
     for number, plan in enumerate(default_plans(run, workload, variants)):
@@ -106,7 +104,7 @@ def _screen(
         except DeadlineExceeded:
             continue
         variant = variants[number]
-        run.emit(VariantScreened(workload=workload, variant=variant, result=result))
+        run.emit(VariantScreened(variant=variant, result=result))
         if result.outcome.status == "ok":
             found[variant] = result.time_us
         if run.pool.overlap and deadline is None and variant == min(found, key=found.__getitem__, default=None):
@@ -128,8 +126,7 @@ def choose_variants(
     if len(close) > TUNED and (deadline is None or time.monotonic() < deadline):
         plans = default_plans(run, workload, close)
         with contextlib.suppress(WorkerFailure):  # then what each took alone decides
-            request = plan_search.contest_of(run, workload, plans)
-            rounds = measure_in_turns(run, plan_search.name_study(run, workload), plans, request)
-            medians = dict(zip(close, (summarise(series)[0] for series in rounds.medians_us), strict=True))
+            rounds, _ = measure_plans(run, workload, plans)
+            medians = {variant: summarise(rounds[plan])[0] for variant, plan in zip(close, plans, strict=True)}
             close.sort(key=medians.__getitem__)
     return close[:TUNED]

@@ -52,12 +52,7 @@ class Run:
         return self.known.setdefault(key, outcome), False
 
     def attempt(
-        self,
-        jobs: Iterable[Job],
-        request: Request,
-        fixture: StageFixture | None = None,
-        *,
-        deadline: float | None = None,
+        self, jobs: Iterable[Job], request: Request, deadline: float | None, fixture: StageFixture | None = None
     ) -> Outcome:
         """What a request gives once its kernels are compiled; what fails is an outcome too.
 
@@ -77,12 +72,8 @@ class Run:
     def measure(self, request: Request, fixture: StageFixture | None = None) -> Any:
         """Runs a request in the measuring process, which is replaced if it may be damaged.
 
-        Args:
-            request: what to run.
-            fixture: whose tensors it needs.
-
         Raises:
-            PrepareError: the tensors could not be made.
+            PrepareError: the tensors of the fixture that it needs could not be made.
             WorkerFailure: the request failed.
         """
         if fixture is not None:

@@ -20,7 +20,7 @@ from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.database.records import Key
 from kda_tl.tune.events import ChunkVariant, StageDone, StageResult, StageStarted, TrialDone
-from kda_tl.tune.final import ROUNDS, Comparison, decide, hold_final
+from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
 from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.journal import Outcome
 from kda_tl.tune.pool import DeadlineExceeded
@@ -66,13 +66,9 @@ def compile_jobs(stage: Stage, case: Case, configs: Iterable[Config]) -> list[Co
 
 
 def prefetch(run: Run, fixture: StageFixture, *, stages: Sequence[Stage] | None = None, urgent: bool = True) -> None:
-    """Has the kernels compiled that the searches of a bench's stages begin with.
+    """Has the kernels compiled that the searches of a bench's stages begin with; ``urgent`` if they are measured next.
 
-    Args:
-        run: the tuning run.
-        fixture: what is searched.
-        stages: in the order of their searches; that of the pipeline unless given.
-        urgent: whether they are what is measured next.
+    The stages come in the order of their searches, that of the pipeline unless given.
     """
     case = fixture.case
     searched = stages or fixture.pipeline.stages_of(case.problem)
@@ -186,13 +182,12 @@ class _Search:
             incumbent_us=self.best_us,
             timeout_s=_TRIAL_TIMEOUT_S[self.run.device.kind],
         )
-        return self.run.attempt(jobs, trial, self.fixture, deadline=deadline)
+        return self.run.attempt(jobs, trial, deadline, self.fixture)
 
     def note(self, evaluation: Evaluation[Config]) -> None:
         self.trials.append(evaluation)
         default = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
         event = TrialDone(
-            workload=self.fixture.workload,
             stage=self.stage.name,
             number=len(self.trials),
             of=self.of,
@@ -231,11 +226,11 @@ def tune_stage(
     share: float | None = None,
     seeds: Sequence[Config] = (),
 ) -> StageResult:
-    """Searches one stage on a fixture and compares its best configs in a final.
+    """Searches one stage of a fixture's pipeline and compares its best configs in a final.
 
     Args:
         run: the tuning run.
-        fixture: what it is measured on; its pipeline holds the stage.
+        fixture: what it is measured on.
         stage: the stage.
         deadline: ``time.monotonic`` when the search ends with what it has.
         share: when it ends if it has made its first trials, the best ranked; the deadline unless given.
@@ -250,7 +245,6 @@ def tune_stage(
     default = stage.default(fixture.case)
     study = name_study(run, fixture, stage, candidates, deadline)
     started = StageStarted(
-        workload=fixture.workload,
         stage=stage.name,
         variant=ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC),
         space=stage.config.size(),
@@ -272,7 +266,7 @@ def tune_stage(
         seconds=time.monotonic() - begin,
         **({} if comparison is None else {name: getattr(comparison, name) for name in _COMPARISON}),
     )
-    run.emit(StageDone(workload=fixture.workload, result=result))
+    run.emit(StageDone(result=result))
     return result
 
 
@@ -292,6 +286,6 @@ def _choose(
     known = base.config if base else None
     if len(configs) > 1:
         with contextlib.suppress(WorkerFailure):  # what ran alone does not run in turns: a gain cannot be shown
-            return hold_final(run, study, configs, request, default=known, fixed_order=order, fixture=fixture)
+            return decide(*measure_in_turns(run, study, configs, request, fixture), known, order)
     alone = base or valid[0]
     return decide({alone.config: alone.outcome.samples_us}, 1, known)

@@ -33,7 +33,6 @@ from kda_tl.tune.plan_search import (
     compete,
     default_plans,
     make_fixture,
-    plan_of,
     require_pipeline,
     searched_pipelines,
 )
@@ -226,7 +225,7 @@ def tune_plan(
             break
         fixture = make_fixture(run, workload, variant)
         count = len(fixture.pipeline.stages_of(problem))
-        run.emit(events.PartStarted(workload=workload, part="stages", count=count))
+        run.emit(events.PartStarted(part="stages", count=count))
         results += _tune_stages(run, fixture, end, _share(end, len(variants) - number))
     report = _add_stages(report, results)
     run.pool.useful_until = None
@@ -246,8 +245,8 @@ def _make_plans(
     plans = []
     for variant, default in zip(variants, default_plans(run, workload, variants), strict=True):
         mine = [latest[result.study] for result in results if result.variant == variant]
-        tuned = {result.stage: result.winner or result.default for result in mine}
-        plans.append(plan_of(variant, dict(default.stages) | tuned))
+        configs = dict(default.stages) | {result.stage: result.winner or result.default for result in mine}
+        plans.append(replace(default, stages=tuple(configs.items())))
     return plans
 
 

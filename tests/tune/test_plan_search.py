@@ -22,7 +22,7 @@ from kda_tl.runtime.dispatch import default_plan, pin
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import plan_search
-from kda_tl.tune.final import Comparison, decide, hold_final
+from kda_tl.tune.final import decide, measure_in_turns
 from kda_tl.tune.journal import Outcome
 from kda_tl.tune.requests import HashJob, Rounds
 from kda_tl.tune.search import Evaluation
@@ -113,12 +113,12 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
         outcome = Outcome(status="ok", median_us=us, check=check, extra={"timed": "launch", **about})
         return Evaluation(config=plan, outcome=outcome)
 
-    def hold(run: Run, study: str, candidates: list[Plan], request: Any, **ranks: Any) -> Comparison[Plan]:
-        held.extend(candidates)
-        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in candidates}, 5, **ranks)
+    def hold(run: Run, workload: Workload, plans: list[Plan]) -> tuple[dict[Plan, list[float]], int]:
+        held.extend(plans)
+        return {plan: [50.0 if plan.kept else 100.0] * 5 for plan in plans}, 5
 
     monkeypatch.setattr(plan_search, "run_plan", measure)
-    monkeypatch.setattr(plan_search, "hold_final", hold)
+    monkeypatch.setattr(plan_search, "measure_plans", hold)
     final = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
     assert {plan.kept for plan in held} == ({True, False} if objective == "time" else {False})
     assert final.entry is not None and final.entry.plan.get("kept", False) == (objective == "time")
@@ -145,8 +145,7 @@ def test_equally_fast_entrants_of_a_contest_follow_the_fixed_order(noise: tuple[
     stored = Mock(extra={"rounds": [[us] * 5 for us in times.values()], "reps": 3})
     recall: Any = SimpleNamespace(answer=lambda study, config, measure: (stored, True))
     for order in (SMALL[:2], SMALL[1::-1]):
-        comparison = hold_final(recall, "s", list(times), Mock(), default=None, fixed_order=order)
-        assert comparison.winner == order[0]
+        assert decide(*measure_in_turns(recall, "s", list(times), Mock()), None, order).winner == order[0]
 
 
 def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

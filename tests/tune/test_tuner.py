@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import fake_stages
-from support.tuner_cases import BACKWARD, CPU, HERE, WORKLOAD, fixture, searched
+from support.tuner_cases import BACKWARD, CPU, HERE, WORKLOAD, searched
 
 import kda_tl
 from kda_tl import templates
@@ -28,7 +28,7 @@ from kda_tl.runtime.compile import hash_kernel
 from kda_tl.runtime.dispatch import default_plan, pin, select_cached
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.tune import plan_search, requests, screening, tuner
+from kda_tl.tune import requests, screening, tuner
 from kda_tl.tune.events import (
     ChunkVariant,
     PartStarted,
@@ -146,10 +146,7 @@ def test_the_same_command_measures_nothing_again(
 
 
 def test_plans_are_run_on_what_the_operator_would_pass(tuned: TuneReport) -> None:
-    plan = plan_search.plan_of(
-        ChunkVariant(pipeline="staged", BT=16, BC=16),
-        {s.name: s.default(fixture().case) for s in PIPELINES["staged"].stages},
-    )
+    plan = default_plan(WORKLOAD.problem(), CPU, BT=16, BC=16)
     tensors, sizes = operator_tensors(WORKLOAD, 16, HERE, seed=3)
     o = Program.build(plan, WORKLOAD.problem(), CPU).run(tensors, sizes, HERE)["o"]
     with pin(plan):
