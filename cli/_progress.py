@@ -22,12 +22,10 @@ from kda_tl.tune.events import (
     PartStarted,
     PlanDone,
     RunStarted,
-    StageDone,
     StageResult,
     StageStarted,
     TrialDone,
     VariantScreened,
-    WorkloadDone,
     WorkloadReport,
     WorkloadStarted,
 )
@@ -91,9 +89,9 @@ class TuneProgress:
             VariantScreened: self._screen,
             StageStarted: self._start_stage,
             TrialDone: self._count_trial,
-            StageDone: lambda e: self._end_stage(e.result),
+            StageResult: self._end_stage,
             PlanDone: lambda e: self._write(f"  plan    {self._count()}  {_format_plan(e.result)}"),
-            WorkloadDone: lambda e: self._end_workload(e.report),
+            WorkloadReport: self._end_workload,
         }
         handlers[type(event)](event)
 

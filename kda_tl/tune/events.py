@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kda_tl.bench.workloads import Workload
@@ -11,6 +12,10 @@ from kda_tl.core.device import Device
 from kda_tl.core.stage import Config, Plan
 from kda_tl.database.records import Entry
 from kda_tl.tune.search import Evaluation, SearchResult
+
+
+class Event:
+    """What a listener is called with. All between WorkloadStarted and WorkloadReport are of that workload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class ChunkVariant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageResult:
+class StageResult(Event):
     """A tuned stage; of what :class:`kda_tl.tune.final.Comparison` says of the winner all is None if none is valid."""
 
     stage: str
@@ -47,8 +52,8 @@ class StageResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadReport:
-    """A tuned workload."""
+class WorkloadReport(Event):
+    """A tuned workload; its entry is stored."""
 
     workload: Workload
     default: Plan | None = None  # None if only a stage was tuned, or an error ended it
@@ -56,11 +61,19 @@ class WorkloadReport:
     path: Path | None = None  # the database file it was written to
     stages: tuple[StageResult, ...] = ()
     plans: tuple[Evaluation[Plan], ...] = ()  # every plan that ran in the final, the default first
-    counts: Mapping[str, int] = field(default_factory=dict)  # trials by status, over all stages
-    resumed: int = 0  # trials that the journal held: of an earlier run, or of the same kernels earlier in this one
     stopped_because: str = ""
     failure: str = ""  # why there is no result, empty if there is one
     seconds: float = 0.0  # wall time
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trials by status, over all stages."""
+        return dict(sum((Counter(stage.search.counts) for stage in self.stages), Counter()))
+
+    @property
+    def resumed(self) -> int:
+        """Trials that the journal held: of an earlier run, or of the same kernels earlier in this one."""
+        return sum(stage.search.resumed for stage in self.stages)
 
     @property
     def improved(self) -> bool:
@@ -80,10 +93,6 @@ class TuneReport:
     seconds: float
 
 
-class Event:
-    """What a listener is called with: one of the following; all between WorkloadStarted and WorkloadDone are of it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
     """A tuning run begins."""
@@ -97,15 +106,12 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadStarted(Event):
-    """Tuning of a workload begins; it is number ``index`` (from 0) of ``total``.
-
-    ``left_s`` is an estimate, at the pace so far, of the seconds that it and those after it will take.
-    """
+    """Tuning of a workload begins."""
 
     workload: Workload
-    index: int
+    index: int  # from 0
     total: int
-    left_s: float = 0.0
+    left_s: float = 0.0  # estimate, at the pace so far, of the seconds that it and those after it will take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,24 +155,10 @@ class TrialDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageDone(Event):
-    """A stage has its winner."""
-
-    result: StageResult
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanDone(Event):
     """A plan of the final was verified end to end, or failed."""
 
     result: Evaluation[Plan]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadDone(Event):
-    """A workload is tuned; its entry is stored."""
-
-    report: WorkloadReport
 
 
 OnEvent = Callable[[Event], None]

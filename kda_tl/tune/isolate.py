@@ -30,7 +30,6 @@ with importing("psutil"):  # before there is anything to end
     import psutil
 
 T = TypeVar("T")
-
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 120.0  # importing torch and tilelang takes 5 s on an idle machine, far longer on a cold disk
 _POLL_S = 0.2
@@ -59,11 +58,14 @@ class WorkerCrash(WorkerFailure):
 
 
 class WorkerTimeout(WorkerFailure):
-    """The call, or the start of the worker, took longer than allowed; the worker was killed."""
+    """The call, or the start of the worker, took longer than allowed; the worker and its children were killed."""
 
 
 class WorkerError(WorkerFailure):
-    """The function raised, and the worker lives on: class name, text and formatted traceback of what it raised."""
+    """The target raised, could not be imported, or its result cannot be pickled; the worker lives on.
+
+    Holds class name, text and formatted traceback of what was raised there.
+    """
 
     def __init__(self, type_name: str, message: str, remote_traceback: str = "", output: str = "") -> None:
         self.type_name, self.message, self.remote_traceback = type_name, message, remote_traceback
@@ -145,25 +147,6 @@ class IsolatedWorker:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def call(self, payload: Any) -> Any:
-        """Runs the target on a payload, any picklable value, in the worker and returns its result.
-
-        Raises:
-            WorkerCrash: the process died.
-            WorkerTimeout: it took longer than ``timeout_s``; process and children were killed.
-            WorkerError: the target raised, could not be imported, or its result cannot be pickled.
-        """
-        try:
-            self.submit(payload)
-            while (result := self.poll()) is PENDING:
-                wait_any([self])
-            return result
-        except WorkerFailure:
-            raise
-        except BaseException:  # Ctrl-C above all: an answer that nobody waits for must not meet the next call
-            self.kill()
-            raise
-
     def close(self) -> None:
         """Ends the worker: an idle one leaves by itself, any other is killed."""
         if self._process and self._process.ready and not self._process.busy:
@@ -179,7 +162,7 @@ class IsolatedWorker:
             process.kill()
 
     def submit(self, payload: Any) -> None:
-        """Begins a call; :meth:`poll` ends it."""
+        """Begins a call of the target on any picklable value; :meth:`poll` ends it, or :meth:`kill` forgets it."""
         if self._process and self._process.ready and self._process.popen.poll() is None:
             os.ftruncate(self._process.output.fileno(), 0)
             self._process.send(payload, self.timeout_s)
@@ -188,7 +171,7 @@ class IsolatedWorker:
             self._process = _Process(self.target, payload)
 
     def poll(self) -> Any:
-        """The result of the call if it is there, else PENDING; raises the failures of :meth:`call`."""
+        """The result of the call if it is there, else PENDING; raises a kind of WorkerFailure if there is none."""
         process = self._process
         if process is None:
             raise RuntimeError("no call is under way")

@@ -32,25 +32,17 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class Outcome:
     """What measuring one config gave.
 
-    Attributes:
-        status: "ok"; "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
-            "timeout", or "slow" (dropped after a few repetitions, so never a winner).
-        reason: why the status is not "ok", one sentence.
-        median_us: what the search minimises; needed for "ok", kept for "slow".
-        samples_us: raw repetitions.
-        check: result of the comparison with the reference, e.g. max_rel_err and tolerance.
-        extra: anything a report may want (clocks, registers, spills).
-
-    Raises:
-        InputError: the status is unknown, or it is "ok" without a positive, finite median.
+    The status is "ok"; or "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
+    "timeout", or "slow" (dropped after a few repetitions, so never a winner). Raises InputError if it is unknown, or
+    "ok" without a positive, finite median.
     """
 
     status: str
-    reason: str = ""
-    median_us: float | None = None
-    samples_us: Sequence[float] = ()
-    check: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""  # why the status is not "ok", one sentence
+    median_us: float | None = None  # what the search minimises; needed for "ok", kept for "slow"
+    samples_us: Sequence[float] = ()  # raw repetitions
+    check: Mapping[str, Any] = field(default_factory=dict)  # against the reference: max_rel_err and tolerance
+    extra: Mapping[str, Any] = field(default_factory=dict)  # anything a report may want: bytes, rounds of a contest
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -134,10 +126,7 @@ def as_key(config: Mapping[str, Any]) -> str:
 
 
 class Journal:
-    """A file of trials, appended by any number of processes; it and its folder are made by the first append.
-
-    Every method raises DatabaseError if it cannot read or write the file.
-    """
+    """A file of trials, appended by any number of processes, made by the first; methods raise DatabaseError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,19 +32,10 @@ OBJECTIVES = ("balanced", "time", "memory")
 _PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Final:
-    """What the contest of plans gave; no entry if no plan is valid."""
-
-    plans: tuple[Evaluation[Plan], ...]
-    entry: Entry | None
-
-
 def require_pipeline(name: str, workloads: Sequence[Workload], stage: str | None = None) -> Pipeline:
     """The pipeline of a name, to which a search of workloads, or of one stage, is restricted.
 
-    Raises:
-        InputError: there is no such pipeline, it is not of a workload's pass, or it does not have the stage.
+    Raises InputError if there is none, if it is not of a workload's pass, or does not have the stage.
     """
     pipeline = PIPELINES.get(name)
     if pipeline is None:
@@ -103,8 +94,7 @@ def name_study(run: Run, workload: Workload) -> str:
 def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = None) -> Evaluation[Plan]:
     """Verifies and times a plan end to end, or recalls what the journal says of it.
 
-    Raises:
-        DeadlineExceeded: the deadline passed before its kernels were compiled.
+    Raises DeadlineExceeded if the deadline passes before its kernels are compiled.
     """
     request = PlanTrial(plan=plan, workload=workload, device=run.device, seed=run.seed)
     kernels = list_kernels(run, workload, [plan])
@@ -113,8 +103,10 @@ def run_plan(run: Run, workload: Workload, plan: Plan, deadline: float | None = 
     return Evaluation(config=plan, outcome=outcome, resumed=resumed)
 
 
-def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], counts: Mapping[str, int]) -> Final:
-    """Verifies tuned plans, measures the valid ones in turns with the default, and makes the winner's entry.
+def compete(
+    run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], counts: Mapping[str, int]
+) -> tuple[tuple[Evaluation[Plan], ...], Entry | None]:
+    """Verifies tuned plans, measures the valid ones in turns with the default, and makes the winner's entry, if any.
 
     The default wins ties. ``counts``, trials of the stages by status, are for the entry's provenance.
     """
@@ -130,14 +122,14 @@ def compete(run: Run, workload: Workload, default: Plan, plans: Sequence[Plan], 
                 results[twin] = kept
     valid = [result.config for result in sort_valid(results.values())]
     if not valid:
-        return Final(plans=tuple(results.values()), entry=None)
+        return tuple(results.values()), None
     try:
         rounds, reps = measure_plans(run, workload, valid)
     except WorkerFailure as failure:
         raise KdaTlError(f"the plans of {workload.name} cannot be measured in turns: {failure}") from failure
     comparison = decide(rounds, reps, default if default in valid else None, sorted(valid, key=_rank_plan))
     entry = _make_entry(run, workload, comparison, results[comparison.winner], results[default], counts)
-    return Final(plans=tuple(results.values()), entry=entry)
+    return tuple(results.values()), entry
 
 
 def _rank_plan(plan: Plan) -> tuple[Any, ...]:

@@ -18,22 +18,19 @@ TARGET = "kda_tl.tune.requests:run_request"
 
 
 class Request(Protocol):
-    """Work for another process: picklable, and done there by ``run``."""
+    """Work for another process: picklable, and done there by ``run``, within the wall-clock limit."""
 
     @property
-    def timeout_s(self) -> float:
-        """Wall-clock limit."""
+    def timeout_s(self) -> float: ...
 
-    def run(self) -> Any:
-        """Does it; called in the worker."""
+    def run(self) -> Any: ...
 
 
 class Job(Request, Protocol):
-    """Work for the pool, done once a run however often it is asked for."""
+    """Work for the pool, done once a run however often it is asked for; two jobs of one key are the same."""
 
     @property
-    def key(self) -> Hashable:
-        """What makes two jobs the same."""
+    def key(self) -> Hashable: ...
 
 
 class DeadlineExceeded(Exception):
@@ -53,7 +50,7 @@ class WorkerPool:
         self._results: dict[Hashable, Any | WorkerFailure] = {}
         self._timer = IsolatedWorker(TARGET, 0.0)
         self._warming = False
-        self._prepared: Hashable = None
+        self._prepared: Request | None = None
         self.useful_until: float | None = None  # urgent jobs that will not end by then wait behind those that are not
 
     @property
@@ -112,8 +109,7 @@ class WorkerPool:
     def result(self, job: Job, *, deadline: float | None = None) -> Any | WorkerFailure:
         """Waits for a job, enqueued before or not, and has it done next; returns its result, or its failure.
 
-        Raises:
-            DeadlineExceeded: ``time.monotonic`` passed the deadline.
+        Raises DeadlineExceeded when ``time.monotonic`` passes the deadline.
         """
         self._put_first([job])
         key = job.key
@@ -137,23 +133,17 @@ class WorkerPool:
             with contextlib.suppress(WorkerFailure):
                 self._await_timer()
 
-    def prepare(self, job: Job) -> None:
-        """Runs a job in the measuring process unless the last one prepared there was the same.
-
-        Raises:
-            WorkerFailure: as for :meth:`measure`.
-        """
-        if self._prepared != job.key:
+    def prepare(self, request: Request) -> None:
+        """Runs a request in the measuring process unless the last one prepared there was equal; see :meth:`measure`."""
+        if self._prepared != request:
             self._prepared = None
-            self.measure(job)
-            self._prepared = job.key
+            self.measure(request)
+            self._prepared = request
 
     def measure(self, request: Request) -> Any:
         """Runs a request in the measuring process.
 
-        Raises:
-            WorkerFailure: it gave no result; see :mod:`kda_tl.tune.isolate`. Unless the request raised, the process
-                is gone.
+        Raises WorkerFailure if it gives no result; unless the request itself raised, the process is then gone.
         """
         while self._busy and not self.overlap:
             self._wait()

@@ -111,11 +111,6 @@ class Prepare:
     fixture: StageFixture
     timeout_s: float = 300.0
 
-    @property
-    def key(self) -> Hashable:
-        """The bench's."""
-        return self.fixture.key
-
     def run(self) -> None:
         """Fills the caches of this process."""
         fixtures.record(self.fixture)

@@ -11,17 +11,10 @@ from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
 from kda_tl.runtime.dispatch import DEFAULT_BC, find_rejection
+from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
 from kda_tl.tune.isolate import WorkerFailure
-from kda_tl.tune.plan_search import (
-    case_of,
-    default_plans,
-    list_kernels,
-    make_fixture,
-    measure_plans,
-    run_plan,
-    searched_pipelines,
-)
+from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan
 from kda_tl.tune.pool import DeadlineExceeded
 from kda_tl.tune.session import Run
 from kda_tl.tune.stage_search import prefetch
@@ -63,7 +56,7 @@ def screen(
 
 def list_variants(run: Run, workload: Workload) -> list[ChunkVariant]:
     """Every searched pipeline with every BT that it has a config for, the largest first."""
-    pipelines = searched_pipelines(run, workload)
+    pipelines = plan_search.searched_pipelines(run, workload)
     variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
     return _keep_possible(run, workload, variants)
 
@@ -126,7 +119,7 @@ def choose_variants(
     if len(close) > TUNED and (deadline is None or time.monotonic() < deadline):
         plans = default_plans(run, workload, close)
         with contextlib.suppress(WorkerFailure):  # then what each took alone decides
-            rounds, _ = measure_plans(run, workload, plans)
+            rounds, _ = plan_search.measure_plans(run, workload, plans)
             medians = {variant: summarise(rounds[plan])[0] for variant, plan in zip(close, plans, strict=True)}
             close.sort(key=medians.__getitem__)
     return close[:TUNED]

@@ -113,9 +113,7 @@ def search(
             tried. GridSampler does not stop early.
         exhaustive_limit: largest space that is enumerated.
 
-    Raises:
-        InputError: the default is not in the space.
-        DatabaseError: the journal cannot be read or written.
+    Raises InputError if the default is not in the space, DatabaseError if the journal cannot be read or written.
     """
     if default is not None and default not in space:
         raise InputError(f"the default {default} is not in the search space: pass one that reject() accepts.")
@@ -214,16 +212,10 @@ def pick_winner(
 ) -> Item:
     """Chooses among finalists so that two runs on the same machine agree.
 
-    Those whose median is within 2 % of the best, or within the noise of the two medians (two standard errors,
-    estimated from the MAD over rounds), are ties; the first of them in a fixed order wins.
-
-    Args:
-        finalists: medians of interleaved rounds by config, in us.
-        default: comes first in the order, so that a tuned config must beat it.
-        fixed_order: the space; finalists outside it come last, in their own order.
-
-    Raises:
-        InputError: no finalist has a median.
+    Those whose median of interleaved rounds, in us, is within 2 % of the best, or within the noise of the two medians
+    (two standard errors, estimated from the MAD over rounds), are ties; the first of them in a fixed order wins. The
+    default comes first, so that a tuned config must beat it; finalists outside the order come last, in their own.
+    Raises InputError if no finalist has a median.
     """
     medians = {item: statistics.median(rounds) for item, rounds in finalists.items() if rounds}
     if not medians:

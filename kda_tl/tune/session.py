@@ -40,10 +40,7 @@ class Run:
     winners: dict[tuple[str, ChunkVariant], Config] = field(default_factory=dict)  # by stage, seeds for later workloads
 
     def answer(self, study: str, config: Mapping[str, Any], measure: Callable[[], Outcome]) -> tuple[Outcome, bool]:
-        """A contest, a plan or the times of a plan's stages, as the journal holds it, or else measured and journaled.
-
-        The second item tells whether the journal held it.
-        """
+        """A contest, a plan or times of stages: from the journal, then the second item is true, or measured for it."""
         key = study, as_key(config)
         if key in self.known:
             return self.known[key], True
@@ -56,9 +53,7 @@ class Run:
     ) -> Outcome:
         """What a request gives once its kernels are compiled; what fails is an outcome too.
 
-        Raises:
-            PrepareError: as for :meth:`measure`.
-            DeadlineExceeded: the deadline passed before its kernels were compiled.
+        Raises PrepareError as :meth:`measure`, and DeadlineExceeded if it passed before the kernels were compiled.
         """
         for job in jobs:
             compiled = self.pool.result(job, deadline=deadline)
@@ -72,9 +67,7 @@ class Run:
     def measure(self, request: Request, fixture: StageFixture | None = None) -> Any:
         """Runs a request in the measuring process, which is replaced if it may be damaged.
 
-        Raises:
-            PrepareError: the tensors of the fixture that it needs could not be made.
-            WorkerFailure: the request failed.
+        Raises PrepareError if the tensors of the fixture that it needs could not be made, else WorkerFailure.
         """
         if fixture is not None:
             try:

@@ -19,7 +19,7 @@ from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.database.records import Key
-from kda_tl.tune.events import ChunkVariant, StageDone, StageResult, StageStarted, TrialDone
+from kda_tl.tune.events import ChunkVariant, StageResult, StageStarted, TrialDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
 from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.journal import Outcome
@@ -81,9 +81,7 @@ def prefetch(run: Run, fixture: StageFixture, *, stages: Sequence[Stage] | None 
 def time_stages(run: Run, fixture: StageFixture) -> dict[str, float]:
     """Microseconds of every stage with its default config, measured or from the journal; empty if that fails.
 
-    Raises:
-        PrepareError: the workload does not run with default configs.
-        DatabaseError: the journal cannot be written.
+    Raises PrepareError if the workload does not run with default configs, DatabaseError if the journal is not written.
     """
     study = name_problem_study(run, fixture.workload, fixture.pipeline.stages_of(fixture.case.problem)) + STAGES
     config = {"pipeline": fixture.pipeline.name, "BT": fixture.BT, "BC": fixture.BC}
@@ -175,25 +173,18 @@ class _Search:
         pool.prioritize([*others, *jobs])
         for other in others:  # the measuring process runs them to make this stage's inputs
             pool.result(other, deadline=deadline)
+        limit_s, best_us = _TRIAL_TIMEOUT_S[self.run.device.kind], self.best_us
         trial = StageTrial(
-            fixture=self.fixture,
-            stage=self.stage,
-            config=config,
-            incumbent_us=self.best_us,
-            timeout_s=_TRIAL_TIMEOUT_S[self.run.device.kind],
+            fixture=self.fixture, stage=self.stage, config=config, incumbent_us=best_us, timeout_s=limit_s
         )
         return self.run.attempt(jobs, trial, deadline, self.fixture)
 
     def note(self, evaluation: Evaluation[Config]) -> None:
         self.trials.append(evaluation)
-        default = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
+        default_us = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
+        name, number, best_us = self.stage.name, len(self.trials), self.best_us
         event = TrialDone(
-            stage=self.stage.name,
-            number=len(self.trials),
-            of=self.of,
-            evaluation=evaluation,
-            best_us=self.best_us,
-            default_us=default,
+            stage=name, number=number, of=self.of, evaluation=evaluation, best_us=best_us, default_us=default_us
         )
         self.run.emit(event)
 
@@ -236,9 +227,7 @@ def tune_stage(
         share: when it ends if it has made its first trials, the best ranked; the deadline unless given.
         seeds: configs to try early.
 
-    Raises:
-        PrepareError: the workload does not run with default configs.
-        DatabaseError: the journal cannot be read or written.
+    Raises PrepareError as :func:`time_stages`, and DatabaseError if the journal cannot be read or written.
     """
     begin = time.monotonic()
     candidates, rejected = split_space(stage, fixture.case)
@@ -266,7 +255,7 @@ def tune_stage(
         seconds=time.monotonic() - begin,
         **({} if comparison is None else {name: getattr(comparison, name) for name in _COMPARISON}),
     )
-    run.emit(StageDone(result=result))
+    run.emit(result)
     return result
 
 

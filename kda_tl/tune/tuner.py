@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +23,11 @@ from kda_tl.database import store
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.runtime.compile import require_compiler
 from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, select_plan
-from kda_tl.tune import events
+from kda_tl.tune import events, plan_search
 from kda_tl.tune.events import ChunkVariant, OnEvent, StageResult, TuneReport, WorkloadReport
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.journal import Journal
-from kda_tl.tune.plan_search import (
-    OBJECTIVES,
-    compete,
-    default_plans,
-    make_fixture,
-    require_pipeline,
-    searched_pipelines,
-)
+from kda_tl.tune.plan_search import OBJECTIVES, default_plans, make_fixture
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.requests import WarmUp
 from kda_tl.tune.screening import choose_variants, prefetch_plans, screen
@@ -135,7 +127,7 @@ def tune(
             run = runs[journals[index]]
             report = tune_workload(run, workload, folder, stage=stage, timeout_s=timeout_s, following=following)
             reports.append(report)
-            emit(events.WorkloadDone(report=report))
+            emit(report)
     return TuneReport(device=device, workloads=tuple(reports), journals=tuple(runs), seconds=time.monotonic() - begin)
 
 
@@ -151,7 +143,7 @@ def _check_request(
     if stage is not None:
         templates.load(stage)
     if pipeline is not None:
-        require_pipeline(pipeline, workloads, stage)
+        plan_search.require_pipeline(pipeline, workloads, stage)
 
 
 def tune_workload(
@@ -186,7 +178,8 @@ def tune_workload(
 def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: float | None) -> WorkloadReport:
     """Of the pipeline that runs by default, or else of the first that has the stage."""
     problem, workload = report.workload.problem(), report.workload
-    found = {p.name: s for p in searched_pipelines(run, workload) for s in p.stages_of(problem) if s.name == stage}
+    pipelines = plan_search.searched_pipelines(run, workload)
+    found = {p.name: s for p in pipelines for s in p.stages_of(problem) if s.name == stage}
     if not found:
         who = f"no {problem.direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
         raise InputError(f"{who} {stage!r} for {workload.name}: pass another workload.")
@@ -230,11 +223,12 @@ def tune_plan(
     report = _add_stages(report, results)
     run.pool.useful_until = None
     run.pool.drop(later=False)
-    final = compete(run, workload, default, _make_plans(run, workload, variants, results), report.counts)
-    if final.entry is None:
-        return replace(report, plans=final.plans, failure="no plan computes the right numbers")
-    path = store.store(db_dir, run.device, problem.operator, problem.direction, [final.entry])
-    return replace(report, plans=final.plans, entry=final.entry, path=path)
+    tuned = _make_plans(run, workload, variants, results)
+    plans, entry = plan_search.compete(run, workload, default, tuned, report.counts)
+    if entry is None:
+        return replace(report, plans=plans, failure="no plan computes the right numbers")
+    path = store.store(db_dir, run.device, problem.operator, problem.direction, [entry])
+    return replace(report, plans=plans, entry=entry, path=path)
 
 
 def _make_plans(
@@ -287,15 +281,6 @@ def _share(deadline: float | None, parts: float) -> float | None:
     return None if deadline is None else time.monotonic() + max(0.0, deadline - time.monotonic()) / parts
 
 
-def _add_stages(report: WorkloadReport, results: Sequence[StageResult]) -> WorkloadReport:
-    counts: Counter[str] = Counter()
-    for result in results:
-        counts.update(result.search.counts)
-    reasons = dict.fromkeys(result.search.stopped_because for result in results)
-    return replace(
-        report,
-        stages=tuple(results),
-        counts=dict(counts),
-        resumed=sum(result.search.resumed for result in results),
-        stopped_because="; ".join(reasons),
-    )
+def _add_stages(report: WorkloadReport, stages: Sequence[StageResult]) -> WorkloadReport:
+    reasons = dict.fromkeys(result.search.stopped_because for result in stages)
+    return replace(report, stages=tuple(stages), stopped_because="; ".join(reasons))

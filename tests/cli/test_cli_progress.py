@@ -22,12 +22,10 @@ from kda_tl.tune.events import (
     Event,
     PartStarted,
     PlanDone,
-    StageDone,
     StageResult,
     StageStarted,
     TrialDone,
     VariantScreened,
-    WorkloadDone,
     WorkloadStarted,
 )
 from kda_tl.tune.journal import Outcome
@@ -69,7 +67,7 @@ def iter_stage(result: StageResult) -> Iterator[Event]:
     )
     for number, trial in enumerate(result.search.trials, start=1):
         yield TrialDone(stage=result.stage, number=number, of=9, evaluation=trial, best_us=41.2, default_us=55.0)
-    yield StageDone(result=result)
+    yield result
 
 
 def iter_workload(*stages: StageResult, resumed: bool = False, **report: Any) -> Iterator[Event]:
@@ -89,7 +87,7 @@ def iter_workload(*stages: StageResult, resumed: bool = False, **report: Any) ->
     yield PartStarted(part="plans", count=1)
     yield PlanDone(result=wrong)
     yield PlanDone(result=timed)  # the same plan with its first results kept, which nobody announced
-    yield WorkloadDone(report=make_report(stages=stages, seconds=40.0, **report))
+    yield make_report(stages=stages, seconds=40.0, **report)
 
 
 Show = Callable[..., list[str]]

@@ -119,10 +119,10 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
 
     monkeypatch.setattr(plan_search, "run_plan", measure)
     monkeypatch.setattr(plan_search, "measure_plans", hold)
-    final = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
+    _, entry = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
     assert {plan.kept for plan in held} == ({True, False} if objective == "time" else {False})
-    assert final.entry is not None and final.entry.plan.get("kept", False) == (objective == "time")
-    assert final.entry.provenance.get("kept_bytes") == (100 if objective == "time" else None)
+    assert entry is not None and entry.plan.get("kept", False) == (objective == "time")
+    assert entry.provenance.get("kept_bytes") == (100 if objective == "time" else None)
 
 
 def test_the_default_wins_what_is_within_the_noise() -> None:
@@ -160,9 +160,9 @@ def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.M
             monkeypatch.setattr(plan_search, "run_plan", fake.run_plan)
             again = replace(run, objective="memory", known={})
             monkeypatch.setattr(Run, "measure", fake.measure)
-            final = plan_search.compete(again, BACKWARD, default, order, {})
-            assert final.entry is not None
-            winners.add((final.entry.plan["BT"], final.entry.plan["BC"]))
+            _, entry = plan_search.compete(again, BACKWARD, default, order, {})
+            assert entry is not None
+            winners.add((entry.plan["BT"], entry.plan["BC"]))
     assert winners == {(32, 16)}
 
 
@@ -203,9 +203,9 @@ def test_a_wrong_plan_neither_competes_nor_is_stored(run: Run, monkeypatch: pyte
     monkeypatch.setattr(Program, "run", answer)
     monkeypatch.setattr(Run, "measure", measure)
     with torch.no_grad():
-        final = plan_search.compete(run, WORKLOAD, right, [wrong], {})
-        nothing = plan_search.compete(run, WORKLOAD, wrong, [wrong], {})
-    assert [(result.config, result.outcome.status) for result in final.plans] == [(right, "ok"), (wrong, "wrong")]
-    assert "ht is off by 0.01" in final.plans[1].outcome.reason and held == [right]
-    assert final.entry is not None and final.entry.plan == right.as_dict() and final.entry.check.max_rel_err < 1e-5
-    assert nothing.entry is None and [result.outcome.status for result in nothing.plans] == ["wrong"]
+        found, entry = plan_search.compete(run, WORKLOAD, right, [wrong], {})
+        failed, no_entry = plan_search.compete(run, WORKLOAD, wrong, [wrong], {})
+    assert [(result.config, result.outcome.status) for result in found] == [(right, "ok"), (wrong, "wrong")]
+    assert "ht is off by 0.01" in found[1].outcome.reason and held == [right]
+    assert entry is not None and entry.plan == right.as_dict() and entry.check.max_rel_err < 1e-5
+    assert no_entry is None and [result.outcome.status for result in failed] == ["wrong"]

@@ -34,12 +34,12 @@ from kda_tl.tune.events import (
     PartStarted,
     PlanDone,
     RunStarted,
-    StageDone,
+    StageResult,
     StageStarted,
     TrialDone,
     TuneReport,
     VariantScreened,
-    WorkloadDone,
+    WorkloadReport,
     WorkloadStarted,
 )
 from kda_tl.tune.journal import Journal, Outcome, Trial
@@ -111,9 +111,9 @@ def test_the_operator_runs_the_stored_plan(tuned: TuneReport, folder: Path) -> N
 
 def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> None:
     assert isinstance(events[0], RunStarted) and isinstance(events[1], WorkloadStarted)
-    assert isinstance(events[-1], WorkloadDone)
+    assert isinstance(events[-1], WorkloadReport)
     started = [(e.stage, e.variant) for e in events if isinstance(e, StageStarted)]
-    assert started == [(e.result.stage, e.result.variant) for e in events if isinstance(e, StageDone)]
+    assert started == [(e.stage, e.variant) for e in events if isinstance(e, StageResult)]
     assert {name for name, _ in started} == {stage.name for stage in PIPELINES["staged"].stages}
     for part, kind in (("default plans", VariantScreened), ("stages", StageStarted), ("plans", PlanDone)):
         announced = [e.count for e in events if isinstance(e, PartStarted) and e.part == part]
