@@ -126,7 +126,7 @@ def as_key(config: Mapping[str, Any]) -> str:
 
 
 class Journal:
-    """A file of trials, appended by any number of processes, made by the first; methods raise DatabaseError."""
+    """A file of trials that any number of processes append to; DatabaseError if it cannot be read or written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

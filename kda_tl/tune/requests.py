@@ -46,7 +46,7 @@ class Rounds:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelJob:
-    """What has to do with the kernel of one config; ``key`` identifies it."""
+    """What is done with the kernel of one config."""
 
     stage: Stage
     case: Case

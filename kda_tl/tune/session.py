@@ -40,7 +40,7 @@ class Run:
     winners: dict[tuple[str, ChunkVariant], Config] = field(default_factory=dict)  # by stage, seeds for later workloads
 
     def answer(self, study: str, config: Mapping[str, Any], measure: Callable[[], Outcome]) -> tuple[Outcome, bool]:
-        """A contest, a plan or times of stages: from the journal, then the second item is true, or measured for it."""
+        """A contest, a plan or times of stages, from the journal or measured now; and whether the journal had it."""
         key = study, as_key(config)
         if key in self.known:
             return self.known[key], True
