@@ -16,22 +16,20 @@ from rich.text import Text
 
 from kda_tl.cli._console import Terminal, format_error, format_ratio, format_us, one_line
 from kda_tl.cli._problem import describe_workload
-from kda_tl.core.stage import Config
+from kda_tl.core.stage import Config, Plan
 from kda_tl.tune.events import (
     Event,
     PartStarted,
     PlanDone,
-    PlanResult,
     RunStarted,
-    StageDone,
     StageResult,
     StageStarted,
     TrialDone,
     VariantScreened,
-    WorkloadDone,
     WorkloadReport,
     WorkloadStarted,
 )
+from kda_tl.tune.search import Evaluation
 
 LINE_EVERY_S = 10.0  # off a terminal, while a stage is under way
 FAILURES = {
@@ -91,9 +89,9 @@ class TuneProgress:
             VariantScreened: self._screen,
             StageStarted: self._start_stage,
             TrialDone: self._count_trial,
-            StageDone: lambda e: self._end_stage(e.result),
+            StageResult: self._end_stage,
             PlanDone: lambda e: self._write(f"  plan    {self._count()}  {_format_plan(e.result)}"),
-            WorkloadDone: lambda e: self._end_workload(e.report),
+            WorkloadReport: self._end_workload,
         }
         handlers[type(event)](event)
 
@@ -126,7 +124,7 @@ class TuneProgress:
         return f"{self.done:>2} of {max(self.of, self.done):<2}"
 
     def _screen(self, event: VariantScreened) -> None:
-        known = "  (from the journal)" if event.resumed else ""
+        known = "  (from the journal)" if event.result.resumed else ""
         self._write(f"  default {self._count()}  {_format_plan(event.result)}{known}")
 
     def _start_stage(self, event: StageStarted) -> None:
@@ -269,13 +267,14 @@ def _sum_up(reasons: Mapping[str, int] | None) -> str:
     return f"{many}: {one_line(max(reasons, key=lambda reason: reasons[reason]))}"
 
 
-def _format_plan(result: PlanResult) -> str:
-    plan = f"{result.plan.pipeline} {result.plan.BT:>2}/{result.plan.BC:<2}{' kept' if result.plan.kept else ''}"
-    if result.status != "ok":
-        return f"{plan}  {FAILURES.get(result.status, result.status)}: {one_line(result.reason)}"
-    error = result.check.get("max_rel_err")
+def _format_plan(result: Evaluation[Plan]) -> str:
+    plan, outcome = result.config, result.outcome
+    name = f"{plan.pipeline} {plan.BT:>2}/{plan.BC:<2}{' kept' if plan.kept else ''}"
+    if outcome.status != "ok":
+        return f"{name}  {FAILURES.get(outcome.status, outcome.status)}: {one_line(outcome.reason)}"
+    error = outcome.check.get("max_rel_err")
     shown = f"  error {format_error(error)}" if isinstance(error, (int, float)) else ""
-    return f"{plan}  {format_us(result.median_us):>9}{shown}"
+    return f"{name}  {format_us(outcome.median_us):>9}{shown}"
 
 
 def _cut(line: str | Text, width: int) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, make_table
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         "gpu": device.slug,
         "arch": device.arch,
         "measured": False,
-        "workloads": {name: [compiled.as_dict() for compiled in found] for name, found in results.items()},
+        "workloads": {name: [asdict(compiled) for compiled in found] for name, found in results.items()},
     }
     terminal.show(values, *_tables(results))
     some = all(any(c.status == "ok" for c in found) for found in results.values())

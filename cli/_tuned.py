@@ -19,6 +19,7 @@ from kda_tl.core.stage import Plan
 from kda_tl.database.store import reload, use
 from kda_tl.runtime.dispatch import select_cached
 from kda_tl.tune.events import StageResult, TuneReport, WorkloadReport
+from kda_tl.tune.journal import Outcome
 
 # The recurrence walks token by token in float64; autograd keeps two states a token, 17 MB for 64 heads of 128 by 128.
 CHECKED_TOKENS = {"fwd": 2048, "bwd": PLAN_CHECK_TOKENS}
@@ -172,7 +173,7 @@ def _as_dict(found: WorkloadReport, served: Served | None) -> dict[str, Any]:
         "path": str(found.path) if found.path else None,
         "served": served,
         "stages": [_stage_as_dict(stage) for stage in found.stages],
-        "plans": [{**vars(plan), "plan": plan.plan.as_dict()} for plan in found.plans],
+        "plans": [{"plan": plan.config.as_dict(), **_outcome_as_dict(plan.outcome)} for plan in found.plans],
         "counts": found.counts,
         "resumed": found.resumed,
         "improved": found.improved,
@@ -180,6 +181,10 @@ def _as_dict(found: WorkloadReport, served: Served | None) -> dict[str, Any]:
         "failure": found.failure,
         "seconds": found.seconds,
     }
+
+
+def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
+    return {name: value for name, value in vars(outcome).items() if name != "samples_us"}
 
 
 def _stage_as_dict(stage: StageResult) -> dict[str, Any]:

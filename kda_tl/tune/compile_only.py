@@ -9,67 +9,46 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
-from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.core.stage import Case, Config
 from kda_tl.errors import InputError
 from kda_tl.runtime.compile import compile_stage, require_compiler
 from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT
 from kda_tl.tune.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
 from kda_tl.tune.pool import TARGET
+from kda_tl.tune.requests import KernelJob
 from kda_tl.tune.stage_search import count_cores, rank_by_distance, split_space
 
 _COMPILE_TIMEOUT_S = 300.0
-_EM_CUDA = 190
-_EIATTR_FRAME_SIZE, _EIATTR_REGCOUNT = 0x11, 0x2F
+# Records of a kernel: format 4, attribute, size 8, symbol, value; two and more, as four bytes alone may be anything
+_RECORDS = re.compile(rb"(?:\x04[\x11\x12\x23\x2f]\x08\x00.{8}){2,}", re.DOTALL)
+_ATTRIBUTES = {0x2F: "registers", 0x11: "local_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One config, compiled or not.
-
-    Attributes:
-        stage: its stage.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk.
-        config: the config.
-        status: "ok", "compile", "crash" or "timeout".
-        reason: why the status is not "ok".
-        registers: a thread; this and the next are None where the binary does not tell (the CPU target's never does).
-        local_bytes: local memory a thread: spilled registers, and arrays indexed at run time.
-        smem_bytes: dynamic shared memory a block.
-        threads: a block, as launched.
-        measured: always False.
-    """
+    """One config, compiled or not; what the binary does not tell is None (the CPU target's never tells)."""
 
     stage: str
     BT: int
     BC: int
     config: Config
-    status: str
-    reason: str = ""
-    registers: int | None = None
-    local_bytes: int | None = None
-    smem_bytes: int | None = None
-    threads: int | None = None
-    measured: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    status: str  # "ok", "compile", "crash" or "timeout"
+    reason: str = ""  # why the status is not "ok"
+    registers: int | None = None  # a thread
+    local_bytes: int | None = None  # local memory a thread: spilled registers, and arrays indexed at run time
+    smem_bytes: int | None = None  # dynamic shared memory a block
+    threads: int | None = None  # a block, as launched
+    measured: bool = False  # always
 
 
-@dataclass(frozen=True, kw_only=True)
-class StaticJob:
+class StaticJob(KernelJob):
     """Compiles one config and reads what the binary tells; runs in a worker process."""
-
-    stage: Stage
-    case: Case
-    config: Config
 
     def run(self) -> dict[str, Any]:
         """Returns fields of :class:`Compiled`."""
@@ -102,11 +81,9 @@ def compile_static(
     """Compiles the candidates of a workload's stages for a device, here or not; nothing is run, stored or served.
 
     Args:
-        workload: what they are compiled for.
-        device: for which device, see :func:`kda_tl.database.gpus.known_device`.
+        workload, device: what for, see :func:`kda_tl.database.gpus.known_device`.
         stages: names; unless given, those of all pipelines that have a config for the problem and the device.
-        BT: tokens a chunk.
-        BC: tokens a sub-chunk.
+        BT, BC: tokens a chunk and a sub-chunk.
         budget: most candidates a stage, those nearest to the default; all unless given.
         jobs: processes, one a core unless given.
         on_compiled: called as each ends.
@@ -132,55 +109,34 @@ def compile_static(
         possible, rejected = split_space(every[name], case)
         if stages and not possible:
             raise InputError(f"{name} has no config for {workload.name} on {device.slug}: {next(iter(rejected))}.")
-        ranked = rank_by_distance(possible, every[name].default(case))[:budget]
-        work += [StaticJob(stage=every[name], case=case, config=config) for config in ranked]
+        nearest = rank_by_distance(possible, every[name].default(case))[:budget]
+        work += [StaticJob(stage=every[name], case=case, config=config) for config in nearest]
     compiled = []
     for index, result in map_pool(TARGET, work, jobs=jobs or count_cores(), timeout_s=_COMPILE_TIMEOUT_S):
-        done = _describe(work[index], result)
-        compiled.append(done)
+        compiled.append(_describe(work[index], result))
         if on_compiled:
-            on_compiled(done)
-    return tuple(sorted(compiled, key=lambda c: (names.index(c.stage), *_sort_rank(c))))
+            on_compiled(compiled[-1])
+    ranked = sorted(compiled, key=lambda c: (c.status != "ok", c.local_bytes or 0, c.registers or 0))
+    return tuple(sorted(ranked, key=lambda c: names.index(c.stage)))
 
 
 def _describe(job: StaticJob, result: dict[str, Any] | WorkerFailure) -> Compiled:
-    status, reason = "ok", ""
-    if isinstance(result, WorkerFailure):
-        kinds = {WorkerCrash: "crash", WorkerTimeout: "timeout"}
-        status, reason = kinds.get(type(result), "compile"), str(result)  # type: ignore[call-overload]
-    found = {} if isinstance(result, WorkerFailure) else result
-    BT, BC = job.case.BT, job.case.BC
-    return Compiled(stage=job.stage.name, BT=BT, BC=BC, config=job.config, status=status, reason=reason, **found)
-
-
-def _sort_rank(compiled: Compiled) -> tuple[bool, int, int]:
-    return compiled.status != "ok", compiled.local_bytes or 0, compiled.registers or 0
+    known: dict[str, Any] = {"stage": job.stage.name, "BT": job.case.BT, "BC": job.case.BC, "config": job.config}
+    if not isinstance(result, WorkerFailure):
+        return Compiled(**known, status="ok", **result)
+    kinds: dict[type, str] = {WorkerCrash: "crash", WorkerTimeout: "timeout"}
+    return Compiled(**known, status=kinds.get(type(result), "compile"), reason=str(result))
 
 
 def read_resources(library: bytes) -> dict[str, Any]:
     """Registers and local memory a thread of the one kernel in a library that embeds a cubin; None if there is none.
 
-    Source: section ``.nv.info`` of a cubin holds (format 4, attribute, size 8, symbol, value) records; the
-    attributes' numbers are those that ``cuobjdump -elf`` names.
+    Source: section ``.nv.info`` of a cubin is a run of such records; the attributes' numbers are those that
+    ``cuobjdump -elf`` names. Equal to what its ELF headers lead to for four kernels of TileLang 0.1.15, CUDA 13.
     """
-    found: dict[str, Any] = {"registers": None, "local_bytes": None}
-    start = library.find(b"\x7fELF", 4)
-    while start >= 0 and struct.unpack_from("<H", library, start + 18)[0] != _EM_CUDA:
-        start = library.find(b"\x7fELF", start + 4)
-    if start < 0:
-        return found
-    cubin = library[start:]
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    entry, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry) for i in range(count)]
-    for name, _, _, _, offset, size, *_ in sections:
-        at = sections[names][4] + name
-        if cubin[at : at + 9] != b".nv.info\0":
-            continue
-        for record in range(offset, offset + size - 11, 12):
-            form, attribute, _, _, value = struct.unpack_from("<BBHII", cubin, record)
-            if form == 4 and attribute == _EIATTR_REGCOUNT:
-                found["registers"] = value
-            elif form == 4 and attribute == _EIATTR_FRAME_SIZE:
-                found["local_bytes"] = value
+    found: dict[str, Any] = dict.fromkeys(_ATTRIBUTES.values())
+    for records in _RECORDS.findall(library):
+        for attribute, value in struct.iter_unpack("<xB6xI", records):
+            if attribute in _ATTRIBUTES:
+                found[_ATTRIBUTES[attribute]] = value
     return found

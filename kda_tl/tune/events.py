@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Config, Plan
 from kda_tl.database.records import Entry
 from kda_tl.tune.search import Evaluation, SearchResult
+
+
+class Event:
+    """What a listener is called with. All between WorkloadStarted and WorkloadReport are of that workload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,91 +33,47 @@ class ChunkVariant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageResult:
-    """A tuned stage.
-
-    Attributes:
-        stage: its name.
-        variant: what it was tuned for.
-        study: identity of its trials in the journal.
-        default: the config when nothing is tuned.
-        winner: the config to use; the default where nothing is faster beyond the noise, None where nothing is valid.
-        median_us: of the winner, over interleaved rounds; None where nothing is valid.
-        mad_us: its median absolute deviation.
-        default_us: of the default, in the same rounds; None if the default is not valid.
-        ratio: default over winner, 1 if the default won, None if the default is not valid.
-        ci95: 95 % interval of the ratio.
-        rejected: sentence of :meth:`Config.reject` -> number of configs it turned down before any compiling.
-        search: all trials, counts by status, and why the search stopped.
-        seconds: wall time it took.
-    """
+class StageResult(Event):
+    """A tuned stage; of what :class:`kda_tl.tune.final.Comparison` says of the winner all is None if none is valid."""
 
     stage: str
     variant: ChunkVariant
-    study: str
+    study: str  # identity of its trials in the journal
     default: Config
-    winner: Config | None = None
+    winner: Config | None = None  # the default where nothing is faster beyond the noise
     median_us: float | None = None
     mad_us: float | None = None
     default_us: float | None = None
     ratio: float | None = None
     ci95: tuple[float, float] | None = None
-    rejected: Mapping[str, int]
+    rejected: Mapping[str, int]  # sentence of Config.reject -> configs it turned down before any compiling
     search: SearchResult
-    seconds: float
+    seconds: float  # wall time
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """A plan that was run end to end.
-
-    Attributes:
-        plan: the plan.
-        status: "ok", or a failure as in :class:`kda_tl.tune.search.Outcome`.
-        reason: why the status is not "ok".
-        median_us: end to end, None if not "ok".
-        check: ``max_rel_err`` against the recurrence, and its ``tolerance``.
-        extra: "timed": whether a CUDA graph or plain launches were timed; of a plan with kept results "kept_bytes",
-            their memory, and "call_bytes", that of the tensors a call has anyway.
-    """
-
-    plan: Plan
-    status: str
-    reason: str = ""
-    median_us: float | None = None
-    check: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkloadReport:
-    """A tuned workload.
-
-    Attributes:
-        workload: what was tuned.
-        default: the plan when nothing is tuned; None if only a stage was tuned, or an error ended it.
-        entry: the stored record, None if only a stage was tuned or nothing is valid.
-        path: the database file it was written to.
-        stages: every stage tuned, in order.
-        plans: every plan that ran in the final, the default first.
-        counts: trials by status, over all stages.
-        resumed: trials that the journal held: of an earlier run, or of the same kernels earlier in this one.
-        stopped_because: one sentence.
-        failure: why there is no result, empty if there is one.
-        seconds: wall time.
-    """
+class WorkloadReport(Event):
+    """A tuned workload; its entry is stored."""
 
     workload: Workload
-    default: Plan | None = None
-    entry: Entry | None = None
-    path: Path | None = None
+    default: Plan | None = None  # None if only a stage was tuned, or an error ended it
+    entry: Entry | None = None  # the stored record, None if only a stage was tuned or nothing is valid
+    path: Path | None = None  # the database file it was written to
     stages: tuple[StageResult, ...] = ()
-    plans: tuple[PlanResult, ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
-    resumed: int = 0
+    plans: tuple[Evaluation[Plan], ...] = ()  # every plan that ran in the final, the default first
     stopped_because: str = ""
-    failure: str = ""
-    seconds: float = 0.0
+    failure: str = ""  # why there is no result, empty if there is one
+    seconds: float = 0.0  # wall time
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trials by status, over all stages."""
+        return dict(sum((Counter(stage.search.counts) for stage in self.stages), Counter()))
+
+    @property
+    def resumed(self) -> int:
+        """Trials that the journal held: of an earlier run, or of the same kernels earlier in this one."""
+        return sum(stage.search.resumed for stage in self.stages)
 
     @property
     def improved(self) -> bool:
@@ -125,14 +85,7 @@ class WorkloadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
-    """A tuning run.
-
-    Attributes:
-        device: what was tuned for.
-        workloads: one report a workload.
-        journals: the files that hold all trials, one a pass.
-        seconds: wall time.
-    """
+    """A tuning run: a report a workload, the journals that hold all trials, one a pass, and the wall time."""
 
     device: Device
     workloads: tuple[WorkloadReport, ...]
@@ -141,134 +94,71 @@ class TuneReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStarted:
-    """A tuning run begins.
+class RunStarted(Event):
+    """A tuning run begins."""
 
-    Attributes:
-        workloads: how many it tunes.
-        limit_s: most seconds a workload, None without a limit.
-        kernels: about how many there are to compile; those in TileLang's cache take no time.
-        jobs: processes that compile.
-        about_s: estimate of the seconds it will take.
-    """
-
-    workloads: int
-    limit_s: float | None
-    kernels: int
-    jobs: int
-    about_s: float
+    workloads: int  # how many it tunes
+    limit_s: float | None  # most seconds a workload
+    kernels: int  # about how many there are to compile; those in TileLang's cache take no time
+    jobs: int  # processes that compile
+    about_s: float  # estimate of the seconds it will take
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadStarted:
-    """Tuning of a workload begins; it is number ``index`` (from 0) of ``total``.
-
-    ``left_s`` is an estimate, at the pace so far, of the seconds that it and those after it will take.
-    """
+class WorkloadStarted(Event):
+    """Tuning of a workload begins."""
 
     workload: Workload
-    index: int
+    index: int  # from 0
     total: int
-    left_s: float = 0.0
+    left_s: float = 0.0  # estimate, at the pace so far, of the seconds that it and those after it will take
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartStarted:
+class PartStarted(Event):
     """A part of a workload's tuning begins: ``count`` more "default plans", "stages" or "plans" are measured."""
 
-    workload: Workload
     part: str
     count: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantScreened:
+class VariantScreened(Event):
     """The default plan of a variant was timed end to end, or failed."""
 
-    workload: Workload
     variant: ChunkVariant
-    result: PlanResult
-    resumed: bool
+    result: Evaluation[Plan]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageStarted:
-    """The search of a stage begins.
+class StageStarted(Event):
+    """The search of a stage begins."""
 
-    Attributes:
-        workload: what it is tuned for.
-        stage: its name.
-        variant: pipeline and chunk sizes.
-        space: points of the space.
-        candidates: those that are not rejected.
-        budget: most trials.
-        rejected: sentence -> number of configs it turned down.
-    """
-
-    workload: Workload
     stage: str
     variant: ChunkVariant
-    space: int
-    candidates: int
-    budget: int
-    rejected: Mapping[str, int]
+    space: int  # points of the space
+    candidates: int  # those that are not rejected
+    budget: int  # most trials
+    rejected: Mapping[str, int]  # as in StageResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialDone:
-    """One config was measured, failed, or came from the journal.
+class TrialDone(Event):
+    """One config was measured, failed, or came from the journal: trial ``number``, from 1, ``of`` at most so many."""
 
-    Attributes:
-        workload: as in StageStarted.
-        stage: as in StageStarted.
-        number: of the trial, from 1.
-        of: most trials there will be.
-        evaluation: config, outcome, and whether it came from the journal.
-        best_us: least median so far, None before the first valid one.
-        default_us: median of the default, None if it is not valid or not measured yet.
-    """
-
-    workload: Workload
     stage: str
     number: int
     of: int
-    evaluation: Evaluation
-    best_us: float | None
-    default_us: float | None
+    evaluation: Evaluation[Config]
+    best_us: float | None  # least median so far, None before the first valid one
+    default_us: float | None  # median of the default, None if it is not valid or not measured yet
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageDone:
-    """A stage has its winner."""
-
-    workload: Workload
-    result: StageResult
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanDone:
+class PlanDone(Event):
     """A plan of the final was verified end to end, or failed."""
 
-    workload: Workload
-    result: PlanResult
+    result: Evaluation[Plan]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkloadDone:
-    """A workload is tuned; its entry is stored."""
-
-    report: WorkloadReport
-
-
-Event = (
-    RunStarted
-    | WorkloadStarted
-    | PartStarted
-    | VariantScreened
-    | StageStarted
-    | TrialDone
-    | StageDone
-    | PlanDone
-    | WorkloadDone
-)
 OnEvent = Callable[[Event], None]

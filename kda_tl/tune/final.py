@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.timing import ratio_ci, summarise
-from kda_tl.tune.journal import Trial
+from kda_tl.core.stage import Config, Plan
+from kda_tl.tune.journal import Outcome
 from kda_tl.tune.pool import Request
 from kda_tl.tune.requests import Rounds
 from kda_tl.tune.search import pick_winner
@@ -16,87 +17,41 @@ from kda_tl.tune.session import CONTEST, Run
 
 ROUNDS = {"cuda": 9, "cpu": 5}
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T", bound=Config | Plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Generic[T]):
-    """Who won a contest.
+    """Who won a contest, and what the winner's rounds say."""
 
-    Attributes:
-        winner: the default on a tie.
-        median_us: of the winner's rounds.
-        mad_us: their median absolute deviation.
-        reps: of the winner, over all rounds.
-        rounds: number of rounds.
-        default_us: of the default, None if it did not run.
-        ratio: default over winner, 1 if the default won, None if it did not run.
-        ci95: 95 % interval of the ratio.
-    """
-
-    winner: T
+    winner: T  # the default on a tie
     median_us: float
-    mad_us: float
-    reps: int
+    mad_us: float  # median absolute deviation
+    reps: int  # over all rounds
     rounds: int
-    default_us: float | None
-    ratio: float | None
-    ci95: tuple[float, float] | None
-
-
-def hold_final(
-    run: Run,
-    study: str,
-    candidates: Mapping[T, Mapping[str, Any]],
-    request: Request,
-    *,
-    default: T | None,
-    fixed_order: Sequence[T] = (),
-    fixture: StageFixture | None = None,
-) -> Comparison[T]:
-    """Decides between candidates that are measured in turns; a contest that the journal holds is not held again.
-
-    Args:
-        run: the tuning run.
-        study: identity of what was searched.
-        candidates: at least one, each with its stored form, best first.
-        request: measures them in this order and returns :class:`kda_tl.tune.requests.Rounds`.
-        default: the candidate that wins ties, None if it is not among them.
-        fixed_order: which of several equally fast candidates wins.
-        fixture: whose tensors the request needs.
-
-    Raises:
-        WorkerFailure: the contest gave no result.
-    """
-    rounds, reps = measure_in_turns(run, study, list(candidates.values()), request, fixture)
-    return decide(dict(zip(candidates, rounds, strict=True)), reps, default, fixed_order)
+    default_us: float | None  # median of the default; this and the next are None if it did not run
+    ratio: float | None  # default over winner, 1 if the default won
+    ci95: tuple[float, float] | None  # 95 % interval of the ratio
 
 
 def measure_in_turns(
-    run: Run, study: str, candidates: Sequence[Mapping[str, Any]], request: Request, fixture: StageFixture | None = None
-) -> tuple[list[list[float]], int]:
-    """Medians of the rounds of each candidate and the repetitions of a round, measured or from the journal.
+    run: Run, study: str, candidates: Sequence[T], request: Request, fixture: StageFixture | None = None
+) -> tuple[dict[T, list[float]], int]:
+    """Medians of the rounds by candidate, in us, and repetitions a round: measured, or as the journal holds them.
 
-    Arguments as for :func:`hold_final`; ``candidates`` are their stored forms.
-
-    Raises:
-        WorkerFailure: the contest gave no result.
+    The request measures the candidates in their order, and returns :class:`kda_tl.tune.requests.Rounds`; ``fixture`` is
+    what it needs the tensors of, and ``study`` the identity of what was searched. Raises WorkerFailure if there is no
+    result.
     """
-    config = {"entrants": list(candidates)}
-    known = run.recall(study + CONTEST, config)
-    if known is None:
-        rounds: Rounds = run.measure(request, fixture)
-        medians = [summarise(series)[0] for series in rounds.medians_us]
-        known = run.remember(
-            Trial(
-                study=study + CONTEST,
-                config=config,
-                status="ok",
-                median_us=min(medians),
-                extra={"rounds": rounds.medians_us, "reps": rounds.reps},
-            )
-        )
-    return known.extra["rounds"], known.extra["reps"]
+
+    def measure() -> Outcome:
+        found: Rounds = run.measure(request, fixture)
+        best_us = min(summarise(series)[0] for series in found.medians_us)
+        return Outcome(status="ok", median_us=best_us, extra={"rounds": found.medians_us, "reps": found.reps})
+
+    entrants = [candidate.as_dict() for candidate in candidates]
+    outcome, _ = run.answer(study + CONTEST, {"entrants": entrants}, measure)
+    return dict(zip(candidates, outcome.extra["rounds"], strict=True)), outcome.extra["reps"]
 
 
 def decide(
@@ -104,11 +59,8 @@ def decide(
 ) -> Comparison[T]:
     """The winner of a contest by the tie rule; it is the default unless the interval of its gain is above 1.
 
-    Args:
-        rounds: medians of the rounds by candidate, in us.
-        reps: repetitions a round.
-        default: the candidate that wins ties, None if it is not among them.
-        fixed_order: which of several equally fast candidates wins.
+    Takes what :func:`measure_in_turns` gives, the default if it is among the candidates, and the order in which equally
+    fast ones win.
     """
     winner = pick_winner(rounds, default, fixed_order)
     ratio, low, high = (1.0, 1.0, 1.0) if default in (None, winner) else ratio_ci(rounds[default], rounds[winner])

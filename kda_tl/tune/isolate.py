@@ -18,11 +18,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 from kda_tl.core.packages import importing
 from kda_tl.errors import InputError, KdaTlError
@@ -30,6 +29,7 @@ from kda_tl.errors import InputError, KdaTlError
 with importing("psutil"):  # before there is anything to end
     import psutil
 
+T = TypeVar("T")
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 120.0  # importing torch and tilelang takes 5 s on an idle machine, far longer on a cold disk
 _POLL_S = 0.2
@@ -47,12 +47,7 @@ class WorkerFailure(KdaTlError, RuntimeError):
 
 
 class WorkerCrash(WorkerFailure):
-    """The worker process died.
-
-    Attributes:
-        exit_code: its exit code, None if a signal ended it.
-        signal_name: the signal that ended it (``SIGSEGV``), or None.
-    """
+    """The worker process died, with ``exit_code`` or by ``signal_name`` (``SIGSEGV``); the other of them is None."""
 
     def __init__(self, returncode: int, output: str = "") -> None:
         self.exit_code = returncode if returncode >= 0 else None
@@ -63,62 +58,44 @@ class WorkerCrash(WorkerFailure):
 
 
 class WorkerTimeout(WorkerFailure):
-    """The call, or the start of the worker, took longer than allowed; the worker was killed."""
-
-    def __init__(self, what: str, timeout_s: float, output: str = "") -> None:
-        self.timeout_s = timeout_s
-        super().__init__(f"{what} took longer than {timeout_s:g} s; the worker was killed.", output)
+    """The call, or the start of the worker, took longer than allowed; the worker and its children were killed."""
 
 
 class WorkerError(WorkerFailure):
-    """The function raised; the worker lives on.
+    """The target raised, could not be imported, or its result cannot be pickled; the worker lives on.
 
-    Attributes:
-        type_name: class name of the remote exception.
-        message: its text.
-        remote_traceback: its formatted traceback.
+    Holds class name, text and formatted traceback of what was raised there.
     """
 
     def __init__(self, type_name: str, message: str, remote_traceback: str = "", output: str = "") -> None:
-        self.type_name = type_name
-        self.message = message
-        self.remote_traceback = remote_traceback
+        self.type_name, self.message, self.remote_traceback = type_name, message, remote_traceback
         super().__init__(f"{type_name}: {message}", output)
 
 
-@dataclass(eq=False)
 class _Process:
-    """A started worker process and what it is doing."""
+    """A started interpreter that serves the target, and what it is doing, first of all its first call."""
 
-    popen: subprocess.Popen[bytes]
-    connection: Connection
-    lifeline: Connection  # nothing is ever sent: its end is our end
-    output: IO[bytes]
-    deadline: float
-    ready: bool = False  # the target is imported
-    busy: bool = True  # a call is under way
-    payload: Any = None  # of the first call; sent when the worker listens, a large one would block until then
-
-    @classmethod
-    def start(cls, target: str, payload: Any) -> _Process:
-        """Starts an interpreter that serves the target, and its first call."""
-        connection, theirs = Pipe()
-        lifeline_theirs, lifeline = Pipe(duplex=False)
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
+    def __init__(self, target: str, payload: Any) -> None:
+        self.ready = False  # the target is imported
+        self.busy = True  # a call is under way
+        self.payload = payload  # sent when the worker listens, a large one would block until then
+        self.deadline = time.monotonic() + _START_TIMEOUT_S
+        self.connection, theirs = Pipe()
+        lifeline_theirs, self.lifeline = Pipe(duplex=False)  # nothing is ever sent: its end is our end
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        fcntl.fcntl(self.output, fcntl.F_SETFL, os.O_APPEND)
         handles = (theirs.fileno(), lifeline_theirs.fileno())
         # By its path, so that nothing but the target decides what is imported: kda_tl itself takes torch's 2.5 s.
         code = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({_WORKER!r}, run_name='__main__')"
         with theirs, lifeline_theirs:
-            popen = subprocess.Popen(
+            self.popen = subprocess.Popen(
                 [sys.executable, "-c", code, target, *map(str, handles)],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=self.output,
+                stderr=self.output,
                 pass_fds=handles,
                 start_new_session=True,
             )
-        return cls(popen, connection, lifeline, output, time.monotonic() + _START_TIMEOUT_S, payload=payload)
 
     def send(self, payload: Any, timeout_s: float) -> None:
         """Hands a payload to the listening worker."""
@@ -155,9 +132,6 @@ class IsolatedWorker:
     Args:
         target: ``"module:function"``, importable; called with the payload as its only argument.
         timeout_s: wall-clock limit of one call. Starting the process and importing the target count apart.
-
-    Raises:
-        InputError: the target is not of that form.
     """
 
     def __init__(self, target: str, timeout_s: float) -> None:
@@ -172,28 +146,6 @@ class IsolatedWorker:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def call(self, payload: Any) -> Any:
-        """Runs the target on a payload in the worker and returns its result.
-
-        Args:
-            payload: any picklable value.
-
-        Raises:
-            WorkerCrash: the process died.
-            WorkerTimeout: it took longer than ``timeout_s``; process and children were killed.
-            WorkerError: the target raised, could not be imported, or its result cannot be pickled.
-        """
-        try:
-            self.submit(payload)
-            while (result := self.poll()) is PENDING:
-                wait_any([self])
-            return result
-        except WorkerFailure:
-            raise
-        except BaseException:  # Ctrl-C above all: an answer that nobody waits for must not meet the next call
-            self.kill()
-            raise
 
     def close(self) -> None:
         """Ends the worker: an idle one leaves by itself, any other is killed."""
@@ -210,16 +162,16 @@ class IsolatedWorker:
             process.kill()
 
     def submit(self, payload: Any) -> None:
-        """Begins a call; :meth:`poll` ends it."""
+        """Begins a call of the target on any picklable value; :meth:`poll` ends it, or :meth:`kill` forgets it."""
         if self._process and self._process.ready and self._process.popen.poll() is None:
             os.ftruncate(self._process.output.fileno(), 0)
             self._process.send(payload, self.timeout_s)
         else:
             self.kill()
-            self._process = _Process.start(self.target, payload)
+            self._process = _Process(self.target, payload)
 
     def poll(self) -> Any:
-        """The result of the call if it is there, else PENDING; raises the failures of :meth:`call`."""
+        """The result of the call if it is there, else PENDING; raises a kind of WorkerFailure if there is none."""
         process = self._process
         if process is None:
             raise RuntimeError("no call is under way")
@@ -237,8 +189,8 @@ class IsolatedWorker:
         if time.monotonic() > process.deadline:
             output = process.read_output()
             self.kill()
-            late = ("the call", self.timeout_s) if process.ready else ("starting the worker", _START_TIMEOUT_S)
-            raise WorkerTimeout(*late, output)
+            what, limit_s = ("the call", self.timeout_s) if process.ready else ("starting the worker", _START_TIMEOUT_S)
+            raise WorkerTimeout(f"{what} took longer than {limit_s:g} s; the worker was killed.", output)
         return PENDING
 
     def _receive(self, process: _Process) -> Any:
@@ -260,40 +212,39 @@ def map_pool(
 ) -> Generator[tuple[int, Any | WorkerFailure], None, None]:
     """Runs a target on many payloads in isolated workers; yields (index, result or failure) as they end.
 
-    A failure is yielded, never raised, and costs only its own payload. Leaving the loop early kills the workers.
-
-    Args:
-        target: ``"module:function"``, importable.
-        payloads: picklable values.
-        jobs: number of worker processes, at least 1.
-        timeout_s: wall-clock limit of one call.
+    A failure is yielded, never raised, and costs only its own payload. Leaving the loop early kills the workers, of
+    which there are ``jobs``, at least 1. Other arguments as for :class:`IsolatedWorker`.
     """
     waiting = deque(enumerate(payloads))
     busy: dict[IsolatedWorker, int] = {}
 
     def feed(worker: IsolatedWorker) -> None:
         if waiting:
-            index, payload = waiting.popleft()
+            busy[worker], payload = waiting.popleft()
             worker.submit(payload)
-            busy[worker] = index
 
     with contextlib.ExitStack() as stack:
         for _ in range(min(max(jobs, 1), len(waiting))):
             feed(stack.enter_context(IsolatedWorker(target, timeout_s)))
         while busy:
-            wait_any(list(busy))
-            for worker in list(busy):
-                try:
-                    result = worker.poll()
-                except WorkerFailure as failure:
-                    result = failure
-                if result is not PENDING:
-                    index = busy.pop(worker)
-                    feed(worker)  # before the caller takes its time with the result
-                    yield index, result
+            wait_any(busy)
+            for worker, index, result in collect(busy):
+                feed(worker)  # before the caller takes its time with the result
+                yield index, result
 
 
-def wait_any(workers: Sequence[IsolatedWorker]) -> None:
+def collect(busy: dict[IsolatedWorker, T]) -> Iterator[tuple[IsolatedWorker, T, Any | WorkerFailure]]:
+    """Takes out the workers whose calls have ended; yields each with what it was busy with, and result or failure."""
+    for worker in list(busy):
+        try:
+            result = worker.poll()
+        except WorkerFailure as failure:
+            result = failure
+        if result is not PENDING:
+            yield worker, busy.pop(worker), result
+
+
+def wait_any(workers: Iterable[IsolatedWorker]) -> None:
     """Sleeps until one of the workers may have news: a message, the end of its process, or a deadline."""
     # The cap is for a worker that died while a grandchild holds its socket open: no message comes, only a zombie.
     processes = [worker._process for worker in workers if worker._process]

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,25 +32,17 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class Outcome:
     """What measuring one config gave.
 
-    Attributes:
-        status: "ok"; "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
-            "timeout", or "slow" (dropped after a few repetitions, so never a winner).
-        reason: why the status is not "ok", one sentence.
-        median_us: what the search minimises; needed for "ok", kept for "slow".
-        samples_us: raw repetitions.
-        check: result of the comparison with the reference, e.g. max_rel_err and tolerance.
-        extra: anything a report may want (clocks, registers, spills).
-
-    Raises:
-        InputError: the status is unknown, or it is "ok" without a positive, finite median.
+    The status is "ok"; or "rejected" (a constraint), "compile", "wrong" (disagrees with the reference), "crash",
+    "timeout", or "slow" (dropped after a few repetitions, so never a winner). Raises InputError if it is unknown, or
+    "ok" without a positive, finite median.
     """
 
     status: str
-    reason: str = ""
-    median_us: float | None = None
-    samples_us: Sequence[float] = ()
-    check: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""  # why the status is not "ok", one sentence
+    median_us: float | None = None  # what the search minimises; needed for "ok", kept for "slow"
+    samples_us: Sequence[float] = ()  # raw repetitions
+    check: Mapping[str, Any] = field(default_factory=dict)  # against the reference: max_rel_err and tolerance
+    extra: Mapping[str, Any] = field(default_factory=dict)  # anything a report may want: bytes, rounds of a contest
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -63,18 +55,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial(Outcome):
-    """One finished measurement, as stored: an outcome, and of what.
+    """One finished measurement, as stored: an outcome, and of what."""
 
-    Attributes:
-        study: what was searched: GPU slug, stage, case key and template hash, in one string.
-        config: field values of the config.
-        date: when the measurement ended, UTC, ISO 8601; now, if empty.
-        schema: version of this record.
-    """
-
-    study: str
-    config: Mapping[str, Any]
-    date: str = ""
+    study: str  # what was searched: GPU slug, stage, case key and template hash, in one string
+    config: Mapping[str, Any]  # field values
+    date: str = ""  # when the measurement ended, UTC, ISO 8601; now, if empty
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
@@ -98,11 +83,7 @@ class Trial(Outcome):
 
     @classmethod
     def from_line(cls, line: str) -> Trial:
-        """Reads what :meth:`to_line` wrote; unknown keys are ignored.
-
-        Raises:
-            ValueError: the line is not a trial of this schema.
-        """
+        """Reads what :meth:`to_line` wrote; unknown keys are ignored. Raises ValueError if it is no such trial."""
         record = json.loads(line)
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
             raise ValueError(f"not a {SCHEMA} record")
@@ -139,43 +120,52 @@ def _decode(value: Any) -> Any:
     return [_decode(item) for item in value] if isinstance(value, list) else value
 
 
-class Journal:
-    """A file of trials, appended by any number of processes.
+def as_key(config: Mapping[str, Any]) -> str:
+    """Field values of a config as text, equal for equal configs."""
+    return json.dumps(config, sort_keys=True)
 
-    Args:
-        path: the file; it and its folder are made by the first append.
-    """
+
+class Journal:
+    """A file of trials that any number of processes append to; DatabaseError if it cannot be read or written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def trials(self, study: str | None = None) -> list[Trial]:
-        """Trials in the order they were appended.
+        """Trials in the order they were appended, of one study or of all.
 
         A line that cannot be read (torn by a kill, or of another schema) is skipped with a warning.
-
-        Args:
-            study: keep only the trials of this study.
-
-        Raises:
-            DatabaseError: the file exists but cannot be read.
         """
-        return [trial for trial in self._read() if study is None or trial.study == study]
+        try:
+            lines = read_regular(self.path, _MAX_BYTES).decode(errors="replace").split("\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DatabaseError(
+                f"cannot read the trial journal {self.path} ({error.strerror or error}): move it away, or pass another "
+                "folder for the journal."
+            ) from error
+        trials, skipped = [], []
+        for number, line in enumerate(lines, start=1):
+            try:
+                trials += [Trial.from_line(line)] if line.strip() else []
+            except ValueError:  # InputError and JSONDecodeError are ValueErrors too
+                skipped.append(number)
+        if skipped:
+            warnings.warn(
+                f"{self.path}: ignored {len(skipped)} unreadable line(s), the first is line {skipped[0]} "
+                f"(a killed process tore it, or another version wrote it).",
+                KdaTlWarning,
+                stacklevel=2,
+            )
+        return [trial for trial in trials if study is None or trial.study == study]
 
     def append(self, trial: Trial) -> None:
-        """Stores a trial; when this returns, the line is on the disk.
-
-        Raises:
-            DatabaseError: the file cannot be written.
-        """
+        """Stores a trial; when this returns, the line is on the disk."""
         self._append(trial.to_line().encode())
 
     def require_writable(self) -> None:
-        """Makes the file if it is not there, as the first append would: better told before a search than during it.
-
-        Raises:
-            DatabaseError: the file cannot be written.
-        """
+        """Makes the file if it is not there, as the first append would: better told before a search than during it."""
         self._append(b"")
 
     def _append(self, line: bytes) -> None:
@@ -193,32 +183,6 @@ class Journal:
                 f"cannot write the trial journal {self.path} ({error.strerror or error}): pass another folder for the "
                 "journal, with `kda-tl tune --journal DIR`."
             ) from error
-
-    def _read(self) -> Iterator[Trial]:
-        try:
-            lines = read_regular(self.path, _MAX_BYTES).decode(errors="replace").split("\n")
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise DatabaseError(
-                f"cannot read the trial journal {self.path} ({error.strerror or error}): move it away, or pass another "
-                "folder for the journal."
-            ) from error
-        skipped = []
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield Trial.from_line(line)
-            except ValueError:  # InputError and JSONDecodeError are ValueErrors too
-                skipped.append(number)
-        if skipped:
-            warnings.warn(
-                f"{self.path}: ignored {len(skipped)} unreadable line(s), the first is line {skipped[0]} "
-                f"(a killed process tore it, or another version wrote it).",
-                KdaTlWarning,
-                stacklevel=3,
-            )
 
 
 def _append_bytes(path: Path, line: bytes) -> None:

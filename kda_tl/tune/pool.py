@@ -12,28 +12,25 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
-from kda_tl.tune.isolate import PENDING, IsolatedWorker, WorkerError, WorkerFailure, wait_any
+from kda_tl.tune.isolate import PENDING, IsolatedWorker, WorkerError, WorkerFailure, collect, wait_any
 
 TARGET = "kda_tl.tune.requests:run_request"
 
 
 class Request(Protocol):
-    """Work for another process: picklable, and done there by ``run``."""
+    """Work for another process: picklable, and done there by ``run``, within the wall-clock limit."""
 
     @property
-    def timeout_s(self) -> float:
-        """Wall-clock limit."""
+    def timeout_s(self) -> float: ...
 
-    def run(self) -> Any:
-        """Does it; called in the worker."""
+    def run(self) -> Any: ...
 
 
 class Job(Request, Protocol):
-    """Work for the pool, done once a run however often it is asked for."""
+    """Work for the pool, done once a run however often it is asked for; two jobs of one key are the same."""
 
     @property
-    def key(self) -> Hashable:
-        """What makes two jobs the same."""
+    def key(self) -> Hashable: ...
 
 
 class DeadlineExceeded(Exception):
@@ -41,12 +38,7 @@ class DeadlineExceeded(Exception):
 
 
 class WorkerPool:
-    """A pool and a measuring worker; a context manager.
-
-    Args:
-        jobs: processes of the pool.
-        overlap: whether the pool works while something is measured.
-    """
+    """A pool of so many processes and a measuring worker; with ``overlap`` both work at a time. A context manager."""
 
     def __init__(self, jobs: int, *, overlap: bool) -> None:
         self.overlap = overlap
@@ -58,7 +50,7 @@ class WorkerPool:
         self._results: dict[Hashable, Any | WorkerFailure] = {}
         self._timer = IsolatedWorker(TARGET, 0.0)
         self._warming = False
-        self._prepared: Hashable = None
+        self._prepared: Request | None = None
         self.useful_until: float | None = None  # urgent jobs that will not end by then wait behind those that are not
 
     @property
@@ -74,12 +66,7 @@ class WorkerPool:
             worker.kill()
 
     def enqueue(self, jobs: Iterable[Job], *, urgent: bool = True) -> None:
-        """Has jobs done as soon as a process is free, in order; those that were asked for before are not repeated.
-
-        Args:
-            jobs: what to do.
-            urgent: before what was enqueued as not urgent.
-        """
+        """Has jobs done as soon as a process is free, in order, urgent ones first; none is done twice."""
         for job in jobs:
             key = job.key
             if key not in self._asked or (urgent and key in self._later):
@@ -90,11 +77,7 @@ class WorkerPool:
             self._feed()
 
     def drop(self, *, later: bool) -> None:
-        """Forgets jobs that nobody has begun: what is needed next shall not wait behind them.
-
-        Args:
-            later: those that are not urgent too.
-        """
+        """Forgets urgent jobs that nobody has begun, ``later`` the others too: what is next shall not wait for them."""
         for queue in (self._urgent, self._later) if later else (self._urgent,):
             self._asked.difference_update(queue)
             queue.clear()
@@ -124,17 +107,9 @@ class WorkerPool:
                 self._urgent.move_to_end(key, last=False)
 
     def result(self, job: Job, *, deadline: float | None = None) -> Any | WorkerFailure:
-        """Waits for a job, which is done next if it is not done.
+        """Waits for a job, enqueued before or not, and has it done next; returns its result, or its failure.
 
-        Args:
-            job: enqueued before or not.
-            deadline: ``time.monotonic`` after which nobody waits.
-
-        Returns:
-            Its result, or its failure, which is not raised.
-
-        Raises:
-            DeadlineExceeded: the deadline passed.
+        Raises DeadlineExceeded when ``time.monotonic`` passes the deadline.
         """
         self._put_first([job])
         key = job.key
@@ -142,8 +117,7 @@ class WorkerPool:
             if deadline is not None and time.monotonic() > deadline:
                 raise DeadlineExceeded
             self._feed(first=key)
-            wait_any(list(self._busy))
-            self._collect()
+            self._wait()
         return self._results[key]
 
     def warm_up(self, request: Request) -> None:
@@ -159,27 +133,20 @@ class WorkerPool:
             with contextlib.suppress(WorkerFailure):
                 self._await_timer()
 
-    def prepare(self, job: Job) -> None:
-        """Runs a job in the measuring process unless the last one prepared there was the same.
-
-        Raises:
-            WorkerFailure: as for :meth:`measure`.
-        """
-        if self._prepared != job.key:
+    def prepare(self, request: Request) -> None:
+        """Runs a request in the measuring process unless the last one prepared there was equal; see :meth:`measure`."""
+        if self._prepared != request:
             self._prepared = None
-            self.measure(job)
-            self._prepared = job.key
+            self.measure(request)
+            self._prepared = request
 
     def measure(self, request: Request) -> Any:
         """Runs a request in the measuring process.
 
-        Raises:
-            WorkerFailure: it gave no result; see :mod:`kda_tl.tune.isolate`. Unless the request raised, the process
-                is gone.
+        Raises WorkerFailure if it gives no result; unless the request itself raised, the process is then gone.
         """
         while self._busy and not self.overlap:
-            wait_any(list(self._busy))
-            self._collect()
+            self._wait()
         try:
             self.await_warm()
             self._timer.timeout_s = request.timeout_s
@@ -193,8 +160,7 @@ class WorkerPool:
 
     def _await_timer(self) -> Any:
         while (result := self._timer.poll()) is PENDING:
-            wait_any([self._timer, *self._busy])
-            self._collect()
+            self._wait(self._timer)
             if self.overlap:
                 self._feed()
         return result
@@ -216,12 +182,9 @@ class WorkerPool:
     def _is_late(self) -> bool:
         return self.useful_until is not None and time.monotonic() + (self.mean_result() or 0.0) > self.useful_until
 
-    def _collect(self) -> None:
-        for worker in list(self._busy):
-            try:
-                result = worker.poll()
-            except WorkerFailure as failure:
-                result = failure
-            if result is not PENDING:
-                self._results[self._busy.pop(worker)] = result
-                self._idle.append(worker)
+    def _wait(self, *others: IsolatedWorker) -> None:
+        """Waits for news of the pool, or of other workers, and takes what the pool has done."""
+        wait_any([*others, *self._busy])
+        for worker, key, result in collect(self._busy):
+            self._results[key] = result
+            self._idle.append(worker)

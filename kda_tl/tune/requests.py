@@ -12,18 +12,9 @@ from typing import Any
 
 import torch
 
-from kda_tl.bench.fixtures import (
-    StageFixture,
-    check_kernel,
-    check_plan,
-    make_pass,
-    plan_tolerance,
-    record,
-    reference_cases,
-    stage_launch,
-    torch_device,
-)
-from kda_tl.bench.timing import cuda_graph, time_interleaved, time_launch
+from kda_tl.bench import fixtures
+from kda_tl.bench.fixtures import StageFixture, stage_launch, torch_device
+from kda_tl.bench.timing import Launch, cuda_graph, time_interleaved, time_launch
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Case, Config, Plan, Stage
@@ -54,8 +45,8 @@ class Rounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileJob:
-    """Compiles one config, so that TileLang's disk cache holds it."""
+class KernelJob:
+    """What is done with the kernel of one config."""
 
     stage: Stage
     case: Case
@@ -64,9 +55,12 @@ class CompileJob:
 
     @property
     def key(self) -> Hashable:
-        """The kernel it makes."""
-        case = replace(self.case, problem=self.case.problem.without_lengths())
-        return "compile", self.stage.name, case, self.config
+        """The kernel."""
+        return type(self).__name__, self.stage.name, _without_lengths(self.case), self.config
+
+
+class CompileJob(KernelJob):
+    """Compiles one config, so that TileLang's disk cache holds it."""
 
     def run(self) -> float:
         """Returns the seconds it took."""
@@ -75,14 +69,8 @@ class CompileJob:
         return time.perf_counter() - begin
 
 
-@dataclass(frozen=True, kw_only=True)
-class HashJob:
+class HashJob(KernelJob):
     """Hashes one kernel as the compiler is given it; a process that has not compiled it lowers it."""
-
-    stage: Stage
-    case: Case
-    config: Config
-    timeout_s: float = COMPILE_TIMEOUT_S
 
     def run(self) -> str:
         """Returns :func:`kda_tl.runtime.compile.hash_kernel`."""
@@ -101,15 +89,19 @@ class IdentifyJob:
     @property
     def key(self) -> Hashable:
         """Stage and case."""
-        return ("identify", self.stage.name, replace(self.case, problem=self.case.problem.without_lengths()))
+        return "identify", self.stage.name, _without_lengths(self.case)
 
     def run(self) -> str:
         """Returns a SHA-256 over the kernels of the configs, before lowering."""
-        case = replace(self.case, problem=self.case.problem.without_lengths())
         digest = hashlib.sha256()
         for config in self.configs:
-            digest.update(self.stage.build(case, config).script().encode())
+            digest.update(self.stage.build(_without_lengths(self.case), config).script().encode())
         return digest.hexdigest()
+
+
+def _without_lengths(case: Case) -> Case:
+    """The case as kernels see it."""
+    return replace(case, problem=case.problem.without_lengths())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +111,10 @@ class Prepare:
     fixture: StageFixture
     timeout_s: float = 300.0
 
-    @property
-    def key(self) -> Hashable:
-        """The bench's."""
-        return self.fixture.key
-
     def run(self) -> None:
         """Fills the caches of this process."""
-        record(self.fixture)
-        reference_cases(self.fixture)
+        fixtures.record(self.fixture)
+        fixtures.reference_cases(self.fixture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +148,7 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTrial:
-    """Verifies, then times one config of a stage.
-
-    Attributes:
-        fixture: what it runs on.
-        stage: the stage.
-        config: the config.
-        incumbent_us: best median so far; a candidate far behind it is dropped early.
-    """
+    """Verifies, then times one config of a stage; far behind ``incumbent_us``, the best so far, it is dropped early."""
 
     fixture: StageFixture
     stage: Stage
@@ -180,13 +160,10 @@ class StageTrial:
         """Returns "ok", "slow" or "wrong"."""
         kernel = compile_stage(self.stage, self.fixture.case, self.config)
         tolerance = self.stage.tolerance[self.fixture.workload.dtype]
-        verdict: dict[str, Any] = {"tolerance": tolerance}
-        try:
-            verdict["max_rel_err"] = check_kernel(kernel, self.fixture, tolerance)
-        except WrongResultError as error:
-            return Outcome(status="wrong", reason=str(error), check=verdict)
-        launch = stage_launch(kernel, self.fixture)
-        return _time(launch, self.fixture.device, verdict, self.incumbent_us)
+        verdict = _verify(tolerance, lambda: fixtures.check_kernel(kernel, self.fixture, tolerance))
+        if isinstance(verdict, Outcome):
+            return verdict
+        return _time(stage_launch(kernel, self.fixture), self.fixture.device, verdict, self.incumbent_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,13 +195,12 @@ class PlanTrial:
 
     def run(self) -> Outcome:
         """Returns "ok" or "wrong"."""
-        tolerance = plan_tolerance(self.workload, self.device)
-        verdict: dict[str, Any] = {"tolerance": tolerance}
-        try:
-            verdict["max_rel_err"] = check_plan(self.plan, self.workload, self.device, seed=self.seed)
-        except WrongResultError as error:
-            return Outcome(status="wrong", reason=str(error), check=verdict)
-        launch, about = _plan_launch(self.plan, self.workload, self.device, self.seed)
+        tolerance = fixtures.plan_tolerance(self.workload, self.device)
+        what = self.plan, self.workload, self.device
+        verdict = _verify(tolerance, lambda: fixtures.check_plan(*what, seed=self.seed))
+        if isinstance(verdict, Outcome):
+            return verdict
+        launch, about = _plan_launch(*what, self.seed)
         return replace(_time(launch, self.device, verdict, None), extra=about)
 
 
@@ -245,9 +221,9 @@ class PlanContest:
         return _compete(launches, self.device, self.rounds)
 
 
-def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
+def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> tuple[Launch, dict[str, Any]]:
     """A launch of the whole plan, on a GPU as a CUDA graph where it can be captured; which of the two, and memory."""
-    made = make_pass(plan, workload, device, seed=seed)
+    made = fixtures.make_pass(plan, workload, device, seed=seed)
     about = {"call_bytes": made.call_bytes, "kept_bytes": made.kept_bytes} if plan.kept else {}
     if device.kind == "cuda":
         try:
@@ -257,7 +233,15 @@ def _plan_launch(plan: Plan, workload: Workload, device: Device, seed: int) -> t
     return made.run, {"timed": "launch", **about}
 
 
-def _time(launch: Callable[[], Any], device: Device, verdict: Mapping[str, Any], incumbent_us: float | None) -> Outcome:
+def _verify(tolerance: float, check: Callable[[], float]) -> dict[str, float] | Outcome:
+    """What a check that passes is journaled as, or the outcome if it does not."""
+    try:
+        return {"tolerance": tolerance, "max_rel_err": check()}
+    except WrongResultError as error:
+        return Outcome(status="wrong", reason=str(error), check={"tolerance": tolerance})
+
+
+def _time(launch: Launch, device: Device, verdict: Mapping[str, float], incumbent_us: float | None) -> Outcome:
     """Three repetitions, and more if they are not far behind the incumbent: early ones may reject, never choose."""
     where = torch_device(device)
     samples = [round(sample, 3) for sample in time_launch(launch, where, reps=FIRST_REPS)]
@@ -270,7 +254,7 @@ def _time(launch: Callable[[], Any], device: Device, verdict: Mapping[str, Any],
     return Outcome(status="ok", median_us=statistics.median(samples), samples_us=samples, check=verdict)
 
 
-def _compete(launches: Sequence[Callable[[], Any]], device: Device, rounds: int) -> Rounds:
+def _compete(launches: Sequence[Launch], device: Device, rounds: int) -> Rounds:
     where = torch_device(device)
     first = min(min(time_launch(launch, where, reps=2)) for launch in launches)
     reps = _fit(_ROUND_US[device.kind], first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kda_tl.core.stage import Config
 from kda_tl.tune.journal import Outcome
@@ -20,16 +20,6 @@ _MAX_REFUSED_ASKS = 3
 _NOTHING_VALID = math.log(1e12)
 
 
-class Sampler(Protocol):
-    """Gives configs to measure and learns from the outcomes."""
-
-    def propose(self, count: int) -> list[Config]:
-        """Up to ``count`` distinct configs that were neither told nor proposed before; none ends the search."""
-
-    def tell(self, config: Config, outcome: Outcome) -> None:
-        """Learns an outcome, whether or not this config was proposed."""
-
-
 class GridSampler:
     """Proposes every config once, in order."""
 
@@ -37,14 +27,14 @@ class GridSampler:
         self._left = dict.fromkeys(order)
 
     def propose(self, count: int) -> list[Config]:
-        """See :class:`Sampler`."""
+        """Up to ``count`` distinct configs that were neither told nor proposed before; none ends the search."""
         head = list(self._left)[:count]
         for config in head:
             del self._left[config]
         return head
 
     def tell(self, config: Config, outcome: Outcome) -> None:
-        """See :class:`Sampler`."""
+        """Learns an outcome, whether or not this config was proposed."""
         self._left.pop(config, None)
 
 
@@ -68,8 +58,7 @@ class TPESampler:
 
         self._first = list(first)
         self._unseen = dict.fromkeys(space)
-        self._random = random.Random(seed)
-        self._patience = patience
+        self._random, self._patience = random.Random(seed), patience
         self._stale = 0  # trials since the last gain
         self._bar = math.inf  # what the last gain reached
         self._values: dict[Config, float] = {}  # log(median) of the valid
@@ -83,10 +72,15 @@ class TPESampler:
         self._distributions: dict[str, BaseDistribution] = {
             name: optuna.distributions.CategoricalDistribution(range(len(choices))) for name, choices in axes.items()
         }
-        self._study = _create_study(seed)
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # its message about a study in memory is for nobody
+        try:
+            self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        finally:
+            optuna.logging.set_verbosity(verbosity)
 
     def propose(self, count: int) -> list[Config]:
-        """See :class:`Sampler`."""
+        """See :class:`GridSampler`."""
         proposed: list[Config] = []
         while len(proposed) < count and (config := self._propose_one()) is not None:
             del self._unseen[config]
@@ -94,7 +88,7 @@ class TPESampler:
         return proposed
 
     def tell(self, config: Config, outcome: Outcome) -> None:
-        """See :class:`Sampler`."""
+        """See :class:`GridSampler`."""
         self._unseen.pop(config, None)
         trial = self._asked.pop(config, None) or self._ask(config)
         value = self._worst() if outcome.median_us is None else math.log(outcome.median_us)
@@ -107,23 +101,15 @@ class TPESampler:
             self._stale += 1
 
     def _propose_one(self) -> Config | None:
-        config = self._pick_first()
-        if config is None and self._stale < self._patience:
-            config = self._sample()
-            if config is not None:
-                return config
+        config = next((config for config in self._first if config in self._unseen), None)
+        if config is None and self._stale < self._patience and (config := self._sample()) is not None:
+            return config
         config = config or self._pick_neighbour()
         if config is None and self._unseen and self._stale < self._patience:
             config = self._random.choice(list(self._unseen))
         if config is not None:
             self._asked[config] = self._ask(config)
         return config
-
-    def _pick_first(self) -> Config | None:
-        while self._first:
-            if (config := self._first.pop(0)) in self._unseen:
-                return config
-        return None
 
     def _sample(self) -> Config | None:
         """An unseen config that TPE asks for, None after a few vain asks."""
@@ -154,15 +140,3 @@ class TPESampler:
 
     def _worst(self) -> float:
         return max(self._values.values(), default=_NOTHING_VALID)
-
-
-def _create_study(seed: int) -> optuna.Study:
-    """A study in memory; Optuna's message about it is for nobody."""
-    import optuna
-
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        return optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-    finally:
-        optuna.logging.set_verbosity(verbosity)

@@ -1,59 +1,37 @@
-"""Geometries: default plans timed end to end, those that decide most first, and the choice of what is searched."""
+"""Variants: default plans timed end to end, those that decide most first, and the choice of what is searched."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
 from kda_tl.runtime.dispatch import DEFAULT_BC, find_rejection
+from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
-from kda_tl.tune.final import measure_in_turns
 from kda_tl.tune.isolate import WorkerFailure
-from kda_tl.tune.plan_search import (
-    case_of,
-    contest_of,
-    default_plans,
-    list_kernels,
-    name_study,
-    run_plan,
-    searched_pipelines,
-)
+from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan
 from kda_tl.tune.pool import DeadlineExceeded
 from kda_tl.tune.session import Run
-from kda_tl.tune.stage_search import make_fixture, prefetch
+from kda_tl.tune.stage_search import prefetch
 
 TUNED = 2  # variants at most
 _CLOSE = 1.15  # a variant whose default plan is this near to the best one's may be tuned too
 _HOPELESS = 1.5  # of a pipeline this far behind the best one no other chunk size is tried
 
 
-@dataclass(frozen=True, kw_only=True)
-class Screened:
-    """A variant with the time of its default plan, None if that does not run."""
-
-    variant: ChunkVariant
-    median_us: float | None
-
-
 def screen(
     run: Run, workload: Workload, deadline: float | None = None, following: Workload | None = None
-) -> list[Screened]:
+) -> dict[ChunkVariant, float]:
     """Times default plans end to end, what decides most first: every pipeline, other BT of fast ones, other BC.
 
     Every pipeline is timed once, whatever the deadline: the choice of a pipeline matters more than anything after it.
-    The rest may take half of the time that is then left.
-
-    Args:
-        run: the tuning run.
-        workload: what the plans are for.
-        deadline: ``time.monotonic`` when searching ends.
-        following: the next workload, whose first kernels are compiled when nothing else is to be.
+    The rest may take half of the time that is then left. The first kernels of the ``following`` workload are compiled
+    when nothing else is to be. Returns microseconds by variant, of those whose default plan runs.
     """
     variants = list_variants(run, workload)
     firsts = first_of_pipelines(variants)
@@ -64,21 +42,21 @@ def screen(
     if deadline is not None:
         run.pool.useful_until = deadline
         deadline -= max(0.0, deadline - time.monotonic()) / 2
-    times = {s.variant.pipeline: s.median_us or math.inf for s in found}
+    times = dict.fromkeys((v.pipeline for v in firsts), math.inf) | {v.pipeline: us for v, us in found.items()}
     limit = _HOPELESS * min(times.values(), default=math.inf)
-    others = [g for g in variants if g not in firsts and times[g.pipeline] <= limit]
-    found += _screen(run, workload, sorted(others, key=lambda g: times[g.pipeline]), deadline)
-    best = _find_best(found)
-    if best is None:
-        return found
-    g = best.variant
-    others = [ChunkVariant(pipeline=g.pipeline, BT=g.BT, BC=BC) for BC in BC_CHOICES if BC != g.BC and g.BT % BC == 0]
-    return found + _screen(run, workload, _keep_possible(run, workload, others), deadline)
+    others = [v for v in variants if v not in firsts and times[v.pipeline] <= limit]
+    found |= _screen(run, workload, sorted(others, key=lambda v: times[v.pipeline]), deadline)
+    if not found:
+        return {}
+    best = min(found, key=found.__getitem__)
+    sizes = [BC for BC in BC_CHOICES if BC != best.BC and best.BT % BC == 0]
+    others = [ChunkVariant(pipeline=best.pipeline, BT=best.BT, BC=BC) for BC in sizes]
+    return found | _screen(run, workload, _keep_possible(run, workload, others), deadline)
 
 
 def list_variants(run: Run, workload: Workload) -> list[ChunkVariant]:
     """Every searched pipeline with every BT that it has a config for, the largest first."""
-    pipelines = searched_pipelines(run, workload)
+    pipelines = plan_search.searched_pipelines(run, workload)
     variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
     return _keep_possible(run, workload, variants)
 
@@ -103,49 +81,45 @@ def prefetch_plans(run: Run, workload: Workload, *, urgent: bool = True) -> None
 
 
 def _enqueue_plans(run: Run, workload: Workload, variants: Sequence[ChunkVariant], *, urgent: bool = True) -> None:
-    plans = default_plans(run, workload, variants)
-    run.pool.enqueue((job for plan in plans for job in list_kernels(run, workload, plan)), urgent=urgent)
+    run.pool.enqueue(list_kernels(run, workload, default_plans(run, workload, variants)), urgent=urgent)
 
 
-def _screen(run: Run, workload: Workload, variants: list[ChunkVariant], deadline: float | None) -> list[Screened]:
-    screened: list[Screened] = []
-    run.emit(PartStarted(workload=workload, part="default plans", count=len(variants)))
+def _screen(
+    run: Run, workload: Workload, variants: list[ChunkVariant], deadline: float | None
+) -> dict[ChunkVariant, float]:
+    found: dict[ChunkVariant, float] = {}
+    run.emit(PartStarted(part="default plans", count=len(variants)))
     if deadline is None or time.monotonic() < deadline:
         _enqueue_plans(run, workload, variants)
     for number, plan in enumerate(default_plans(run, workload, variants)):
         try:
-            result, resumed = run_plan(run, workload, plan, deadline)
+            result = run_plan(run, workload, plan, deadline)
         except DeadlineExceeded:
             continue
         variant = variants[number]
-        run.emit(VariantScreened(workload=workload, variant=variant, result=result, resumed=resumed))
-        screened.append(Screened(variant=variant, median_us=result.median_us))
-        if run.pool.overlap and deadline is None and (best := _find_best(screened)) and best.variant == variant:
+        run.emit(VariantScreened(variant=variant, result=result))
+        if result.outcome.status == "ok":
+            found[variant] = result.time_us
+        if run.pool.overlap and deadline is None and variant == min(found, key=found.__getitem__, default=None):
             run.pool.drop(later=False)
             _enqueue_plans(run, workload, variants[number:])
             prefetch(run, make_fixture(run, workload, variant))  # likely what is searched
-    return screened
-
-
-def _find_best(screened: Sequence[Screened]) -> Screened | None:
-    return min((s for s in screened if s.median_us is not None), key=lambda s: s.median_us or 0.0, default=None)
+    return found
 
 
 def choose_variants(
-    run: Run, workload: Workload, screened: Sequence[Screened], deadline: float | None = None
+    run: Run, workload: Workload, screened: Mapping[ChunkVariant, float], deadline: float | None = None
 ) -> list[ChunkVariant]:
     """The variant of the fastest default plan, and the second where it is close; none where none runs.
 
     Where more are close they are measured in turns first: else noise would choose among them.
     """
-    valid = sorted((s for s in screened if s.median_us is not None), key=lambda s: s.median_us or 0.0)
-    close = [s.variant for s in valid if (s.median_us or 0.0) <= _CLOSE * (valid[0].median_us or 0.0)]
+    limit = _CLOSE * min(screened.values(), default=0.0)
+    close = [variant for variant in sorted(screened, key=screened.__getitem__) if screened[variant] <= limit]
     if len(close) > TUNED and (deadline is None or time.monotonic() < deadline):
-        plans = list(default_plans(run, workload, close))
-        candidates = [plan.as_dict() for plan in plans]
+        plans = default_plans(run, workload, close)
         with contextlib.suppress(WorkerFailure):  # then what each took alone decides
-            request = contest_of(run, workload, plans)
-            rounds, _ = measure_in_turns(run, name_study(run, workload), candidates, request)
-            medians = {variant: summarise(series)[0] for variant, series in zip(close, rounds, strict=True)}
+            rounds, _ = plan_search.measure_plans(run, workload, plans)
+            medians = {variant: summarise(rounds[plan])[0] for variant, plan in zip(close, plans, strict=True)}
             close.sort(key=medians.__getitem__)
     return close[:TUNED]

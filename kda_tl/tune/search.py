@@ -8,19 +8,20 @@ never stopped. Where the replay departs (another seed or budget), the rest of th
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from kda_tl.bench.timing import summarise
 from kda_tl.core.stage import Config
 from kda_tl.errors import InputError
-from kda_tl.tune.journal import Journal, Outcome, Trial
-from kda_tl.tune.sampler import TOP, GridSampler, Sampler, TPESampler
+from kda_tl.tune.journal import Journal, Outcome, Trial, as_key
+from kda_tl.tune.pool import DeadlineExceeded
+from kda_tl.tune.sampler import TOP, GridSampler, TPESampler
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -31,37 +32,45 @@ _MEDIAN_ERROR = 1.2533  # standard error of a median, in sigma / sqrt(n)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """One config of a search with its outcome; ``resumed`` if it came from the journal."""
+class Evaluation(Generic[Item]):
+    """A config of a stage, or a whole plan, with its outcome; ``resumed`` if it came from the journal."""
 
-    config: Config
+    config: Item
     outcome: Outcome
-    resumed: bool
+    resumed: bool = False
+
+    @property
+    def time_us(self) -> float:
+        """Its median, infinite unless it is valid."""
+        return self.outcome.median_us or math.inf if self.outcome.status == "ok" else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """Every trial of a search, in order, and why it stopped: one sentence."""
 
-    Attributes:
-        best: the valid evaluation with the least median, None if there is none. Not the winner yet: finalists are
-            to be measured again, interleaved.
-        trials: every evaluation, in order.
-        counts: number of trials by status.
-        stopped_because: one sentence.
-        resumed: number of trials that came from the journal.
-    """
-
-    best: Evaluation | None
-    trials: tuple[Evaluation, ...]
-    counts: Mapping[str, int]
+    trials: tuple[Evaluation[Config], ...]
     stopped_because: str
-    resumed: int
+
+    @property
+    def best(self) -> Evaluation[Config] | None:
+        """The valid trial with the least median. Not the winner yet: finalists are measured again, interleaved."""
+        return next(iter(sort_valid(self.trials)), None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of trials by status."""
+        return dict(Counter(trial.outcome.status for trial in self.trials))
+
+    @property
+    def resumed(self) -> int:
+        """Number of trials that came from the journal."""
+        return sum(trial.resumed for trial in self.trials)
 
 
-def sort_valid(trials: Sequence[Evaluation]) -> list[Evaluation]:
+def sort_valid(trials: Iterable[Evaluation[Item]]) -> list[Evaluation[Item]]:
     """Valid evaluations, least median first; equal ones stay in order."""
-    return sorted((t for t in trials if t.outcome.status == "ok"), key=lambda t: t.outcome.median_us or math.inf)
+    return sorted((t for t in trials if t.outcome.status == "ok"), key=lambda t: t.time_us)
 
 
 def search(
@@ -75,8 +84,8 @@ def search(
     default: Config | None = None,
     seeds: Sequence[Config] = (),
     rank: Callable[[Config], float] | None = None,
-    on_trial: Callable[[Evaluation], None] | None = None,
-    prepare: Callable[[Sequence[Config]], None] | None = None,
+    on_trial: Callable[[Evaluation[Config]], None] = lambda trial: None,
+    prepare: Callable[[Sequence[Config]], None] = lambda configs: None,
     batch: int = 1,
     patience: int = 40,
     exhaustive_limit: int = 300,
@@ -88,8 +97,8 @@ def search(
 
     Args:
         space: valid candidates, i.e. those that reject() passed.
-        evaluate: measures one config. Failures are outcomes; an exception (Ctrl-C) ends the search, and nothing
-            that was finished is lost.
+        evaluate: measures one config. Failures are outcomes; DeadlineExceeded ends the search, any other exception
+            (Ctrl-C) passes through it, and nothing that was finished is lost.
         study: identity of what is searched; only journaled trials of the same study are reused.
         budget: most trials, those from the journal included.
         seed: of the sampler.
@@ -104,75 +113,79 @@ def search(
             tried. GridSampler does not stop early.
         exhaustive_limit: largest space that is enumerated.
 
-    Raises:
-        InputError: the default is not in the space.
-        DatabaseError: the journal cannot be read or written.
+    Raises InputError if the default is not in the space, DatabaseError if the journal cannot be read or written.
     """
     if default is not None and default not in space:
         raise InputError(f"the default {default} is not in the search space: pass one that reject() accepts.")
     candidates = list(dict.fromkeys(space))
-    first = _order_first(candidates, budget, default, seeds, rank)
-    sampler: Sampler
+    ranked = sorted(candidates, key=rank) if rank else []
+    early = dict.fromkeys([default, *seeds, *ranked[: min(_MAX_RANKED_SEEDS, budget // 6)]])
+    first = [config for config in early if config is not None and config in candidates]
     if len(candidates) <= min(budget, exhaustive_limit):
-        sampler = GridSampler([*first, *(sorted(candidates, key=rank) if rank else candidates)])
+        sampler: GridSampler | TPESampler = GridSampler([*first, *(ranked or candidates)])
     else:
         sampler = TPESampler(candidates, first, seed, patience)
-    run = _Run(candidates, sampler, evaluate, study, Journal(storage) if storage is not None else None, on_trial)
-    while run.left(budget) and (configs := sampler.propose(min(max(batch, 1), run.left(budget)))):
-        run.take_all(configs, budget, prepare)
-    run.absorb()
-    return run.result(budget, patience)
+    journal = None if storage is None else Journal(storage)
+    known = _recall(journal, study, candidates) if journal else {}
+    run = _Run(sampler, evaluate, on_trial, prepare, study, budget, journal, known)
+    try:
+        while run.left and (configs := sampler.propose(min(max(batch, 1), run.left))):
+            run.take_all(configs)
+        run.absorb()
+    except DeadlineExceeded:
+        why = "the time limit was reached"
+    else:
+        why = _explain_end(len(run.trials), len(candidates), budget, patience)
+    return SearchResult(trials=tuple(run.trials), stopped_because=why)
 
 
-def _order_first(
-    space: Sequence[Config],
-    budget: int,
-    default: Config | None,
-    seeds: Sequence[Config],
-    rank: Callable[[Config], float] | None,
-) -> list[Config]:
-    """Default, seeds inside the space, best ranked; each once."""
-    ranked = sorted(space, key=rank)[: min(_MAX_RANKED_SEEDS, budget // 6)] if rank else []
-    allowed = set(space)
-    return [c for c in dict.fromkeys([default, *seeds, *ranked]) if c is not None and c in allowed]
+def _recall(journal: Journal, study: str, space: Sequence[Config]) -> dict[Config, Outcome]:
+    """Journaled outcomes of the configs of a space, the first of each, in the journal's order."""
+    by_key = {as_key(config.as_dict()): config for config in space}
+    known: dict[Config, Outcome] = {}
+    for trial in journal.trials(study):
+        if (config := by_key.get(as_key(trial.config))) is not None:
+            known.setdefault(config, trial.outcome)
+    return known
 
 
+def _explain_end(tried: int, size: int, budget: int, patience: int) -> str:
+    if not size:
+        return "there is no candidate to try"
+    if tried == size:
+        return f"all {size} candidates were tried"
+    if tried >= budget:
+        return f"the budget of {budget} trials is used up ({size} candidates)"
+    return f"{patience} trials gained less than 1 %, and all neighbours of the {TOP} best were tried"
+
+
+@dataclass
 class _Run:
     """Bookkeeping of one search: what was measured, and what the journal knows."""
 
-    def __init__(
-        self,
-        space: Sequence[Config],
-        sampler: Sampler,
-        evaluate: Callable[[Config], Outcome],
-        study: str,
-        journal: Journal | None,
-        on_trial: Callable[[Evaluation], None] | None,
-    ) -> None:
-        self.known: dict[Config, Outcome] = {}  # journaled outcomes that the replay did not come to yet
-        self._space, self._sampler, self._evaluate = space, sampler, evaluate
-        self._study, self._journal, self._on_trial = study, journal, on_trial
-        self._trials: list[Evaluation] = []
-        by_key = {_key(config.as_dict()): config for config in space}
-        for trial in journal.trials(study) if journal else []:
-            config = by_key.get(_key(trial.config))
-            if config is not None:
-                self.known.setdefault(config, trial.outcome)
+    sampler: GridSampler | TPESampler
+    evaluate: Callable[[Config], Outcome]
+    on_trial: Callable[[Evaluation[Config]], None]
+    prepare: Callable[[Sequence[Config]], None]
+    study: str
+    budget: int
+    journal: Journal | None
+    known: dict[Config, Outcome]  # journaled outcomes that the replay did not come to yet
+    trials: list[Evaluation[Config]] = field(default_factory=list)
 
-    def left(self, budget: int) -> int:
+    @property
+    def left(self) -> int:
         """Trials that the budget still allows."""
-        return max(0, budget - len(self._trials))
+        return max(0, self.budget - len(self.trials))
 
-    def take_all(
-        self, configs: Sequence[Config], budget: int, prepare: Callable[[Sequence[Config]], None] | None
-    ) -> None:
+    def take_all(self, configs: Sequence[Config]) -> None:
         """Takes what was proposed, as far as the budget goes."""
         unknown = [config for config in configs if config not in self.known]
         if unknown:  # the replay ends here: what is left of the journal goes first
             self.absorb()
-            unknown = unknown[: self.left(budget)]
-        if unknown and prepare:
-            prepare(unknown)
+            unknown = unknown[: self.left]
+        if unknown:
+            self.prepare(unknown)
         for config in configs:
             if config in unknown or config in self.known:
                 self.take(config)
@@ -180,42 +193,18 @@ class _Run:
     def take(self, config: Config) -> None:
         """Answers a config from the journal, or measures and journals it."""
         resumed = config in self.known
-        outcome = self.known.pop(config) if resumed else self._evaluate(config)
-        if self._journal and not resumed:
-            self._journal.append(Trial.of(outcome, study=self._study, config=config.as_dict()))
+        outcome = self.known.pop(config) if resumed else self.evaluate(config)
+        if self.journal and not resumed:
+            self.journal.append(Trial.of(outcome, study=self.study, config=config.as_dict()))
         evaluation = Evaluation(config=config, outcome=outcome, resumed=resumed)
-        self._trials.append(evaluation)
-        self._sampler.tell(config, outcome)
-        if self._on_trial:
-            self._on_trial(evaluation)
+        self.trials.append(evaluation)
+        self.sampler.tell(config, outcome)
+        self.on_trial(evaluation)
 
     def absorb(self) -> None:
         """Takes every journaled outcome that is left."""
         for config in list(self.known):
             self.take(config)
-
-    def result(self, budget: int, patience: int) -> SearchResult:
-        """The result, with the reason for the end."""
-        if not self._space:
-            why = "there is no candidate to try"
-        elif len(self._trials) == len(self._space):
-            why = f"all {len(self._space)} candidates were tried"
-        elif not self.left(budget):
-            why = f"the budget of {budget} trials is used up ({len(self._space)} candidates)"
-        else:
-            why = f"{patience} trials gained less than 1 %, and all neighbours of the {TOP} best were tried"
-        valid = sort_valid(self._trials)
-        return SearchResult(
-            best=valid[0] if valid else None,
-            trials=tuple(self._trials),
-            counts=dict(Counter(trial.outcome.status for trial in self._trials)),
-            stopped_because=why,
-            resumed=sum(trial.resumed for trial in self._trials),
-        )
-
-
-def _key(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True)
 
 
 def pick_winner(
@@ -223,16 +212,10 @@ def pick_winner(
 ) -> Item:
     """Chooses among finalists so that two runs on the same machine agree.
 
-    Those whose median is within 2 % of the best, or within the noise of the two medians (two standard errors,
-    estimated from the MAD over rounds), are ties; the first of them in a fixed order wins.
-
-    Args:
-        finalists: medians of interleaved rounds by config, in us.
-        default: comes first in the order, so that a tuned config must beat it.
-        fixed_order: the space; finalists outside it come last, in their own order.
-
-    Raises:
-        InputError: no finalist has a median.
+    Those whose median of interleaved rounds, in us, is within 2 % of the best, or within the noise of the two medians
+    (two standard errors, estimated from the MAD over rounds), are ties; the first of them in a fixed order wins. The
+    default comes first, so that a tuned config must beat it; finalists outside the order come last, in their own.
+    Raises InputError if no finalist has a median.
     """
     medians = {item: statistics.median(rounds) for item, rounds in finalists.items() if rounds}
     if not medians:
@@ -249,6 +232,4 @@ def pick_winner(
 
 def _median_error(rounds: Sequence[float]) -> float:
     """Standard error of a median, from the median absolute deviation."""
-    centre = statistics.median(rounds)
-    mad = statistics.median(abs(value - centre) for value in rounds)
-    return _MEDIAN_ERROR * _MAD_TO_SIGMA * mad / math.sqrt(len(rounds))
+    return _MEDIAN_ERROR * _MAD_TO_SIGMA * summarise(rounds)[1] / math.sqrt(len(rounds))

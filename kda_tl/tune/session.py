@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from kda_tl.core.stage import Config
 from kda_tl.errors import KdaTlError
 from kda_tl.tune.events import ChunkVariant, OnEvent
 from kda_tl.tune.isolate import WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout
-from kda_tl.tune.journal import Journal, Outcome, Trial
-from kda_tl.tune.pool import Request, WorkerPool
+from kda_tl.tune.journal import Journal, Outcome, Trial, as_key
+from kda_tl.tune.pool import Job, Request, WorkerPool
 from kda_tl.tune.requests import Prepare
 
 PLANS, STAGES, CONTEST = "/plans", "/stages", "/contest"  # ends of the studies that are no searches
@@ -27,52 +26,48 @@ class PrepareError(KdaTlError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What one tuning run shares.
-
-    Attributes:
-        pool: the workers.
-        device: what is tuned for.
-        journal: file of the trials.
-        budget: most trials a stage.
-        objective: what results of a forward may be kept for, one of :data:`kda_tl.tune.plan_search.OBJECTIVES`.
-        seed: of inputs and sampler.
-        pipeline: the only one whose plans are searched and compete, its own default plan among them; None for all.
-        emit: called with every event.
-        known: contests, plans and times of stages in the journal, by study and config; see :func:`load_known`.
-        winners: last winner by stage and variant, a seed for the next workload.
-    """
+    """What one tuning run shares; the arguments of :func:`kda_tl.tune.tuner.tune` say more of some."""
 
     pool: WorkerPool
     device: Device
     journal: Path
-    budget: int
-    objective: str
-    seed: int
+    budget: int  # most trials a stage
+    objective: str  # what results of a forward may be kept for
+    seed: int  # of inputs and sampler
     emit: OnEvent
-    pipeline: str | None = None
-    known: dict[tuple[str, str], Trial] = field(default_factory=dict)
-    winners: dict[tuple[str, ChunkVariant], Config] = field(default_factory=dict)
+    pipeline: str | None = None  # the only one whose plans are searched and compete; None for all
+    known: dict[tuple[str, str], Outcome] = field(default_factory=dict)  # see load_known
+    winners: dict[tuple[str, ChunkVariant], Config] = field(default_factory=dict)  # by stage, seeds for later workloads
 
-    def recall(self, study: str, config: Mapping[str, Any]) -> Trial | None:
-        """What the journal holds of a contest, a plan or the times of a plan's stages."""
-        return self.known.get((study, _as_text(config)))
+    def answer(self, study: str, config: Mapping[str, Any], measure: Callable[[], Outcome]) -> tuple[Outcome, bool]:
+        """A contest, a plan or times of stages, from the journal or measured now; and whether the journal had it."""
+        key = study, as_key(config)
+        if key in self.known:
+            return self.known[key], True
+        outcome = measure()
+        Journal(self.journal).append(Trial.of(outcome, study=study, config=config))
+        return self.known.setdefault(key, outcome), False
 
-    def remember(self, trial: Trial) -> Trial:
-        """Journals what :meth:`recall` finds."""
-        Journal(self.journal).append(trial)
-        self.known[trial.study, _as_text(trial.config)] = trial
-        return trial
+    def attempt(
+        self, jobs: Iterable[Job], request: Request, deadline: float | None, fixture: StageFixture | None = None
+    ) -> Outcome:
+        """What a request gives once its kernels are compiled; what fails is an outcome too.
+
+        Raises PrepareError as :meth:`measure`, and DeadlineExceeded if it passed before the kernels were compiled.
+        """
+        for job in jobs:
+            compiled = self.pool.result(job, deadline=deadline)
+            if isinstance(compiled, WorkerFailure):
+                return describe_failure(compiled)
+        try:
+            return self.measure(request, fixture)
+        except WorkerFailure as failure:
+            return describe_failure(failure)
 
     def measure(self, request: Request, fixture: StageFixture | None = None) -> Any:
         """Runs a request in the measuring process, which is replaced if it may be damaged.
 
-        Args:
-            request: what to run.
-            fixture: whose tensors it needs.
-
-        Raises:
-            PrepareError: the tensors could not be made.
-            WorkerFailure: the request failed.
+        Raises PrepareError if the tensors of the fixture that it needs could not be made, else WorkerFailure.
         """
         if fixture is not None:
             try:
@@ -88,14 +83,10 @@ class Run:
             raise
 
 
-def load_known(journal: Path) -> dict[tuple[str, str], Trial]:
-    """The journal's contests, plans and times of stages for :attr:`Run.known`."""
+def load_known(journal: Path) -> dict[tuple[str, str], Outcome]:
+    """The journal's contests, plans and times of stages, by study and config, for :meth:`Run.answer`."""
     trials = Journal(journal).trials()
-    return {(t.study, _as_text(t.config)): t for t in trials if t.study.endswith((PLANS, STAGES, CONTEST))}
-
-
-def _as_text(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True)
+    return {(t.study, as_key(t.config)): t.outcome for t in trials if t.study.endswith((PLANS, STAGES, CONTEST))}
 
 
 def describe_failure(failure: WorkerFailure) -> Outcome:

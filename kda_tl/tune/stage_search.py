@@ -5,38 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
+from kda_tl import templates
 from kda_tl.bench.fixtures import StageFixture
-from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.database.records import Key
-from kda_tl.tune.events import ChunkVariant, StageDone, StageResult, StageStarted, TrialDone
-from kda_tl.tune.final import ROUNDS, Comparison, hold_final
+from kda_tl.tune.events import ChunkVariant, StageResult, StageStarted, TrialDone
+from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
 from kda_tl.tune.isolate import WorkerFailure
-from kda_tl.tune.journal import Outcome, Trial
+from kda_tl.tune.journal import Outcome
 from kda_tl.tune.pool import DeadlineExceeded
-from kda_tl.tune.requests import COMPILE_TIMEOUT_S, CompileJob, IdentifyJob, StageContest, StageTimes, StageTrial
+from kda_tl.tune.requests import CompileJob, IdentifyJob, StageContest, StageTimes, StageTrial
 from kda_tl.tune.search import Evaluation, SearchResult, search, sort_valid
-from kda_tl.tune.session import STAGES, Run, describe_failure
+from kda_tl.tune.session import STAGES, Run
 
 FINALISTS = 8
 _NEAR = 1.1  # how far behind the best a finalist may be: over 8 interleaved rounds nothing has made up for 10 %
 _TRIAL_TIMEOUT_S = {"cuda": 40.0, "cpu": 60.0}
-_COMPARISON = (
-    "winner",
-    "median_us",
-    "mad_us",
-    "default_us",
-    "ratio",
-    "ci95",
-)  # fields that a stage's result takes over
+_COMPARISON = ("winner", "median_us", "mad_us", "default_us", "ratio", "ci95")  # what a stage's result takes over
 SURE = 8  # trials of a stage that its share of the time does not limit: the default and the best ranked
 
 
@@ -47,15 +42,9 @@ def count_cores() -> int:
 
 def split_space(stage: Stage, case: Case) -> tuple[list[Config], dict[str, int]]:
     """Candidates of a stage, and each sentence of rejection with the number of configs it turned down."""
-    candidates: list[Config] = []
-    rejected: Counter[str] = Counter()
-    for config in stage.config.space():
-        reason = config.reject(case)
-        if reason is None:
-            candidates.append(config)
-        else:
-            rejected[reason] += 1
-    return candidates, dict(rejected)
+    reasons = {config: config.reject(case) for config in stage.config.space()}
+    rejected = Counter(reason for reason in reasons.values() if reason is not None)
+    return [config for config, reason in reasons.items() if reason is None], dict(rejected)
 
 
 def measure_distance(config: Config, default: Config) -> int:
@@ -73,61 +62,45 @@ def rank_by_distance(configs: Iterable[Config], default: Config) -> list[Config]
 
 def compile_jobs(stage: Stage, case: Case, configs: Iterable[Config]) -> list[CompileJob]:
     """One job a config."""
-    return [CompileJob(stage=stage, case=case, config=config, timeout_s=COMPILE_TIMEOUT_S) for config in configs]
-
-
-def make_fixture(run: Run, workload: Workload, variant: ChunkVariant) -> StageFixture:
-    """What the stages of a variant are measured on."""
-    from kda_tl.templates.pipelines import PIPELINES
-
-    return StageFixture(
-        pipeline=PIPELINES[variant.pipeline],
-        workload=workload,
-        device=run.device,
-        BT=variant.BT,
-        BC=variant.BC,
-        seed=run.seed,
-    )
+    return [CompileJob(stage=stage, case=case, config=config) for config in configs]
 
 
 def prefetch(run: Run, fixture: StageFixture, *, stages: Sequence[Stage] | None = None, urgent: bool = True) -> None:
-    """Has the kernels compiled that the searches of a bench's stages begin with.
+    """Has the kernels compiled that the searches of a bench's stages begin with; ``urgent`` if they are measured next.
 
-    Args:
-        run: the tuning run.
-        fixture: what is searched.
-        stages: in the order of their searches; that of the pipeline unless given.
-        urgent: whether they are what is measured next.
+    The stages come in the order of their searches, that of the pipeline unless given.
     """
-    ranked = [
-        (stage, rank_by_distance(split_space(stage, fixture.case)[0], stage.default(fixture.case)))
-        for stage in stages or fixture.pipeline.stages_of(fixture.case.problem)
-    ]
-    run.pool.enqueue((_identify_job(stage, fixture.case, configs) for stage, configs in ranked), urgent=urgent)
+    case = fixture.case
+    searched = stages or fixture.pipeline.stages_of(case.problem)
+    ranked = [(stage, rank_by_distance(split_space(stage, case)[0], stage.default(case))) for stage in searched]
+    run.pool.enqueue((_identify_job(stage, case, configs) for stage, configs in ranked), urgent=urgent)
     for stage, configs in ranked:
-        run.pool.enqueue(compile_jobs(stage, fixture.case, configs[: min(SURE, run.budget)]), urgent=urgent)
+        run.pool.enqueue(compile_jobs(stage, case, configs[: min(SURE, run.budget)]), urgent=urgent)
 
 
 def time_stages(run: Run, fixture: StageFixture) -> dict[str, float]:
     """Microseconds of every stage with its default config, measured or from the journal; empty if that fails.
 
-    Raises:
-        PrepareError: the workload does not run with default configs.
-        DatabaseError: the journal cannot be written.
+    Raises PrepareError if the workload does not run with default configs, DatabaseError if the journal is not written.
     """
-    problem, stages = fixture.workload.problem(), fixture.pipeline.stages_of(fixture.case.problem)
-    prints = hashlib.sha256("".join(fingerprint(stage) for stage in stages).encode()).hexdigest()[:16]
-    study = "/".join([run.device.slug, f"{problem.key}-{fixture.workload.decay}", compiler_version(), prints]) + STAGES
+    study = name_problem_study(run, fixture.workload, fixture.pipeline.stages_of(fixture.case.problem)) + STAGES
     config = {"pipeline": fixture.pipeline.name, "BT": fixture.BT, "BC": fixture.BC}
-    known = run.recall(study, config)
-    if known is None:
-        try:
-            times = run.measure(StageTimes(fixture=fixture), fixture)
-        except WorkerFailure:  # the searches will show what is wrong
-            return {}
-        total = sum(times.values())
-        known = run.remember(Trial(study=study, config=config, status="ok", median_us=total, extra={"stages": times}))
-    return dict(known.extra["stages"])
+
+    def measure() -> Outcome:
+        times = run.measure(StageTimes(fixture=fixture), fixture)
+        return Outcome(status="ok", median_us=sum(times.values()), extra={"stages": times})
+
+    try:
+        outcome, _ = run.answer(study, config, measure)
+    except WorkerFailure:  # the searches will show what is wrong
+        return {}
+    return dict(outcome.extra["stages"])
+
+
+def name_problem_study(run: Run, workload: Workload, stages: Iterable[Stage]) -> str:
+    """Identity of a problem, how fast its states decay, and the templates of some stages."""
+    digest = hashlib.sha256("".join(map(fingerprint, stages)).encode()).hexdigest()[:16]
+    return "/".join([run.device.slug, f"{workload.problem().key}-{workload.decay}", compiler_version(), digest])
 
 
 def _identify_job(stage: Stage, case: Case, ranked: Sequence[Config]) -> IdentifyJob:
@@ -159,8 +132,6 @@ def name_study(
 @functools.cache
 def compiler_version() -> str:
     """TileLang's version, which moves the optimum."""
-    from importlib import metadata
-
     try:
         return f"tilelang-{metadata.version('tilelang')}"
     except metadata.PackageNotFoundError:
@@ -169,10 +140,6 @@ def compiler_version() -> str:
 
 def fingerprint(stage: Stage) -> str:
     """SHA-256 of a stage's template, or of the file that defines it elsewhere."""
-    import inspect
-
-    from kda_tl import templates
-
     if stage.name in templates.names():
         return templates.fingerprint(stage.name)
     return hashlib.sha256(Path(inspect.getfile(stage.build)).read_bytes()).hexdigest()
@@ -189,82 +156,56 @@ class _Search:
     default: Config
     deadline: float | None  # of its share
     limit: float | None
-    trials: list[Evaluation] = field(default_factory=list)
+    trials: list[Evaluation[Config]] = field(default_factory=list)
 
     @property
     def best_us(self) -> float | None:
-        valid = sort_valid(self.trials)
-        return valid[0].outcome.median_us if valid else None
+        return min((t.time_us for t in sort_valid(self.trials)), default=None)
 
     def evaluate(self, config: Config) -> Outcome:
         deadline = self.limit if len(self.trials) < SURE else self.deadline
         if deadline is not None and time.monotonic() > deadline:
             raise DeadlineExceeded
         case, pool = self.fixture.case, self.run.pool
-        (job,) = compile_jobs(self.stage, case, [config])
+        jobs = compile_jobs(self.stage, case, [config])
         stages = self.fixture.pipeline.stages_of(case.problem)
         others = [one for s in stages for one in compile_jobs(s, case, [s.default(case)])]
-        pool.prioritize([*others, job])
+        pool.prioritize([*others, *jobs])
         for other in others:  # the measuring process runs them to make this stage's inputs
             pool.result(other, deadline=deadline)
-        compiled = pool.result(job, deadline=deadline)
-        if isinstance(compiled, WorkerFailure):
-            return describe_failure(compiled)
+        limit_s, best_us = _TRIAL_TIMEOUT_S[self.run.device.kind], self.best_us
         trial = StageTrial(
-            fixture=self.fixture,
-            stage=self.stage,
-            config=config,
-            incumbent_us=self.best_us,
-            timeout_s=_TRIAL_TIMEOUT_S[self.run.device.kind],
+            fixture=self.fixture, stage=self.stage, config=config, incumbent_us=best_us, timeout_s=limit_s
         )
-        try:
-            return self.run.measure(trial, self.fixture)
-        except WorkerFailure as failure:
-            return describe_failure(failure)
+        return self.run.attempt(jobs, trial, deadline, self.fixture)
 
-    def note(self, evaluation: Evaluation) -> None:
+    def note(self, evaluation: Evaluation[Config]) -> None:
         self.trials.append(evaluation)
-        default = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
-        self.run.emit(
-            TrialDone(
-                workload=self.fixture.workload,
-                stage=self.stage.name,
-                number=len(self.trials),
-                of=self.of,
-                evaluation=evaluation,
-                best_us=self.best_us,
-                default_us=default,
-            )
+        default_us = next((t.outcome.median_us for t in self.trials if t.config == self.default), None)
+        name, number, best_us = self.stage.name, len(self.trials), self.best_us
+        event = TrialDone(
+            stage=name, number=number, of=self.of, evaluation=evaluation, best_us=best_us, default_us=default_us
         )
+        self.run.emit(event)
 
     def search(self, candidates: Sequence[Config], study: str, seeds: Sequence[Config]) -> SearchResult:
         run, stage, case = self.run, self.stage, self.fixture.case
         if len(candidates) <= run.budget:  # all are enumerated: the pool need not wait for what is proposed
             run.pool.enqueue(compile_jobs(stage, case, rank_by_distance(candidates, self.default)))
-        try:
-            return search(
-                candidates,
-                self.evaluate,
-                study=study,
-                budget=run.budget,
-                seed=run.seed,
-                storage=run.journal,
-                default=self.default if self.default in candidates else None,
-                seeds=seeds,
-                rank=lambda config: measure_distance(config, self.default),
-                on_trial=self.note,
-                prepare=lambda configs: run.pool.prioritize(compile_jobs(stage, case, configs)),
-                batch=run.pool.size,
-            )
-        except DeadlineExceeded:
-            valid = sort_valid(self.trials)
-            return SearchResult(
-                best=valid[0] if valid else None,
-                trials=tuple(self.trials),
-                counts=dict(Counter(t.outcome.status for t in self.trials)),
-                stopped_because="the time limit was reached",
-                resumed=sum(t.resumed for t in self.trials),
-            )
+        return search(
+            candidates,
+            self.evaluate,
+            study=study,
+            budget=run.budget,
+            seed=run.seed,
+            storage=run.journal,
+            default=self.default if self.default in candidates else None,
+            seeds=seeds,
+            rank=lambda config: measure_distance(config, self.default),
+            on_trial=self.note,
+            prepare=lambda configs: run.pool.prioritize(compile_jobs(stage, case, configs)),
+            batch=run.pool.size,
+        )
 
 
 def tune_stage(
@@ -276,26 +217,23 @@ def tune_stage(
     share: float | None = None,
     seeds: Sequence[Config] = (),
 ) -> StageResult:
-    """Searches one stage on a fixture and compares its best configs in a final.
+    """Searches one stage of a fixture's pipeline and compares its best configs in a final.
 
     Args:
         run: the tuning run.
-        fixture: what it is measured on; its pipeline holds the stage.
+        fixture: what it is measured on.
         stage: the stage.
         deadline: ``time.monotonic`` when the search ends with what it has.
         share: when it ends if it has made its first trials, the best ranked; the deadline unless given.
         seeds: configs to try early.
 
-    Raises:
-        PrepareError: the workload does not run with default configs.
-        DatabaseError: the journal cannot be read or written.
+    Raises PrepareError as :func:`time_stages`, and DatabaseError if the journal cannot be read or written.
     """
     begin = time.monotonic()
     candidates, rejected = split_space(stage, fixture.case)
     default = stage.default(fixture.case)
     study = name_study(run, fixture, stage, candidates, deadline)
     started = StageStarted(
-        workload=fixture.workload,
         stage=stage.name,
         variant=ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC),
         space=stage.config.size(),
@@ -304,11 +242,9 @@ def tune_stage(
         rejected=rejected,
     )
     run.emit(started)
-    found = _Search(run, fixture, stage, started.budget, default, share or deadline, deadline).search(
-        candidates, study, seeds
-    )
+    state = _Search(run, fixture, stage, started.budget, default, share or deadline, deadline)
+    found = state.search(candidates, study, seeds)
     comparison = _choose(run, fixture, stage, study, found, default)
-    known = {} if comparison is None else {name: getattr(comparison, name) for name in _COMPARISON}
     result = StageResult(
         stage=stage.name,
         variant=started.variant,
@@ -317,9 +253,9 @@ def tune_stage(
         rejected=rejected,
         search=found,
         seconds=time.monotonic() - begin,
-        **known,
+        **({} if comparison is None else {name: getattr(comparison, name) for name in _COMPARISON}),
     )
-    run.emit(StageDone(workload=fixture.workload, result=result))
+    run.emit(result)
     return result
 
 
@@ -330,34 +266,15 @@ def _choose(
     valid = sort_valid(found.trials)
     if not valid:
         return None
-    limit = _NEAR * (valid[0].outcome.median_us or 0.0)
-    configs = [t.config for t in valid[:FINALISTS] if (t.outcome.median_us or 0.0) <= limit]
+    configs = [t.config for t in valid[:FINALISTS] if t.time_us <= _NEAR * valid[0].time_us]
     base = next((t for t in valid if t.config == default), None)
     if base and default not in configs:
         configs.append(default)
-    if len(configs) == 1:
-        return _single_result(valid[0], base)
     request = StageContest(fixture=fixture, stage=stage, configs=tuple(configs), rounds=ROUNDS[run.device.kind])
-    candidates = {config: config.as_dict() for config in configs}
     order = tuple(stage.config.space())
-    try:
-        return hold_final(
-            run, study, candidates, request, default=default if base else None, fixed_order=order, fixture=fixture
-        )
-    except WorkerFailure:  # what ran alone does not run in turns: a gain cannot be shown
-        return _single_result(base or valid[0], base)
-
-
-def _single_result(trial: Evaluation, base: Evaluation | None) -> Comparison[Config]:
-    """A comparison without a contest."""
-    median, mad = summarise(trial.outcome.samples_us)
-    return Comparison(
-        winner=trial.config,
-        median_us=median,
-        mad_us=mad,
-        reps=len(trial.outcome.samples_us),
-        rounds=1,
-        default_us=base.outcome.median_us if base else None,
-        ratio=1.0 if base else None,
-        ci95=(1.0, 1.0) if base else None,
-    )
+    known = base.config if base else None
+    if len(configs) > 1:
+        with contextlib.suppress(WorkerFailure):  # what ran alone does not run in turns: a gain cannot be shown
+            return decide(*measure_in_turns(run, study, configs, request, fixture), known, order)
+    alone = base or valid[0]
+    return decide({alone.config: alone.outcome.samples_us}, 1, known)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kda_tl import templates
 from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
@@ -23,25 +23,16 @@ from kda_tl.database import store
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
 from kda_tl.runtime.compile import require_compiler
 from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, select_plan
-from kda_tl.tune.events import (
-    ChunkVariant,
-    OnEvent,
-    PartStarted,
-    RunStarted,
-    StageResult,
-    TuneReport,
-    WorkloadDone,
-    WorkloadReport,
-    WorkloadStarted,
-)
+from kda_tl.tune import events, plan_search
+from kda_tl.tune.events import ChunkVariant, OnEvent, StageResult, TuneReport, WorkloadReport
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.journal import Journal
-from kda_tl.tune.plan_search import OBJECTIVES, compete, default_plans, plan_of, require_pipeline, searched_pipelines
+from kda_tl.tune.plan_search import OBJECTIVES, default_plans, make_fixture
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.requests import WarmUp
 from kda_tl.tune.screening import choose_variants, prefetch_plans, screen
 from kda_tl.tune.session import Run, load_known
-from kda_tl.tune.stage_search import count_cores, make_fixture, prefetch, time_stages, tune_stage
+from kda_tl.tune.stage_search import count_cores, prefetch, time_stages, tune_stage
 
 DEFAULT_BUDGET = 64
 DEFAULT_OBJECTIVE = "balanced"
@@ -103,7 +94,8 @@ def tune(
         import optuna  # noqa: F401
     folder = Path(db_dir) if db_dir is not None else store.writable_directory()
     trials = Path(journal_dir if journal_dir is not None else folder) / device.slug
-    journals = [trials / _name_journal(workload) for workload in workloads]
+    problems = [workload.problem() for workload in workloads]
+    journals = [trials / f"{problem.operator}_{problem.direction}.trials.jsonl" for problem in problems]
     for path in dict.fromkeys(journals):
         Journal(path).require_writable()
     overlap = device.kind == "cuda"
@@ -122,40 +114,26 @@ def tune(
         )
         runs = {path: replace(shared, journal=path, known=load_known(path)) for path in dict.fromkeys(journals)}
         forecast = Forecast(shared, workloads, stage, timeout_s)
-        emit(
-            RunStarted(
-                workloads=len(workloads),
-                limit_s=timeout_s,
-                kernels=forecast.count_kernels(),
-                jobs=pool.size,
-                about_s=forecast.left_s(),
-            )
-        )
+        kernels, about_s = forecast.count_kernels(), forecast.left_s()
+        total = len(workloads)
+        emit(events.RunStarted(workloads=total, limit_s=timeout_s, kernels=kernels, jobs=pool.size, about_s=about_s))
         pool.warm_up(WarmUp(device=device))
         if overlap and stage is None:  # the start of the workers is on nobody's time
             prefetch_plans(shared, workloads[0])
             pool.await_warm()
-        for index, workload in enumerate(workloads):
+        for index, (workload, following) in enumerate(zip(workloads, [*workloads[1:], None], strict=True)):
             left_s = forecast.left_s(index)
-            emit(WorkloadStarted(workload=workload, index=index, total=len(workloads), left_s=left_s))
-            following = workloads[index + 1] if index + 1 < len(workloads) else None
+            emit(events.WorkloadStarted(workload=workload, index=index, total=total, left_s=left_s))
             run = runs[journals[index]]
             report = tune_workload(run, workload, folder, stage=stage, timeout_s=timeout_s, following=following)
             reports.append(report)
-            emit(WorkloadDone(report=report))
+            emit(report)
     return TuneReport(device=device, workloads=tuple(reports), journals=tuple(runs), seconds=time.monotonic() - begin)
-
-
-def _name_journal(workload: Workload) -> str:
-    problem = workload.problem()
-    return f"{problem.operator}_{problem.direction}.trials.jsonl"
 
 
 def _check_request(
     workloads: Sequence[Workload], stage: str | None, pipeline: str | None, budget: int, objective: str
 ) -> None:
-    from kda_tl import templates
-
     if not workloads:
         raise InputError("there is nothing to tune: pass at least one workload.")
     if budget < 1:
@@ -165,7 +143,7 @@ def _check_request(
     if stage is not None:
         templates.load(stage)
     if pipeline is not None:
-        require_pipeline(pipeline, workloads, stage)
+        plan_search.require_pipeline(pipeline, workloads, stage)
 
 
 def tune_workload(
@@ -177,18 +155,10 @@ def tune_workload(
     timeout_s: float | None = None,
     following: Workload | None = None,
 ) -> WorkloadReport:
-    """Tunes one workload; a failure is in the report. Arguments as for :func:`tune`.
+    """Tunes one workload, or one stage of it; a failure is in the report. Arguments as for :func:`tune`.
 
-    Args:
-        run: the tuning run.
-        workload: what to tune.
-        db_dir: the database to write.
-        stage: tune only this stage.
-        timeout_s: wall time it may take; the default plan of every pipeline is timed all the same.
-        following: the next workload, whose kernels may be compiled when nothing else is to be.
-
-    Raises:
-        DatabaseError: the journal or the database cannot be written.
+    Kernels of the ``following`` workload may be compiled when nothing else is to be. Raises DatabaseError if the
+    journal or the database cannot be written.
     """
     begin = time.monotonic()
     deadline = None if timeout_s is None else begin + timeout_s
@@ -206,20 +176,17 @@ def tune_workload(
 
 
 def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: float | None) -> WorkloadReport:
-    problem = report.workload.problem()
-    direction = problem.direction
-    pipelines = searched_pipelines(run, report.workload)
-    holders = [p for p in pipelines if stage in {s.name for s in p.stages_of(problem)}]
-    if not holders:
-        who = f"no {direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
-        raise InputError(f"{who} {stage!r} for {report.workload.name}: pass another workload.")
-    pipeline = next((p for name in DEFAULT_PIPELINES[direction] for p in holders if p.name == name), holders[0])
-    default = default_plan(problem, run.device, pipeline=pipeline.name)
-    variant = ChunkVariant(pipeline=pipeline.name, BT=default.BT, BC=default.BC)
-    fixture = make_fixture(run, report.workload, variant)
-    chosen = next(s for s in pipeline.stages if s.name == stage)
-    result = tune_stage(run, fixture, chosen, deadline=deadline)
-    return _add_stages(report, [result])
+    """Of the pipeline that runs by default, or else of the first that has the stage."""
+    problem, workload = report.workload.problem(), report.workload
+    pipelines = plan_search.searched_pipelines(run, workload)
+    found = {p.name: s for p in pipelines for s in p.stages_of(problem) if s.name == stage}
+    if not found:
+        who = f"no {problem.direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
+        raise InputError(f"{who} {stage!r} for {workload.name}: pass another workload.")
+    pipeline = next((name for name in DEFAULT_PIPELINES[problem.direction] if name in found), next(iter(found)))
+    default = default_plan(problem, run.device, pipeline=pipeline)
+    fixture = make_fixture(run, workload, ChunkVariant(pipeline=pipeline, BT=default.BT, BC=default.BC))
+    return _add_stages(report, [tune_stage(run, fixture, found[pipeline], deadline=deadline)])
 
 
 def tune_plan(
@@ -227,15 +194,8 @@ def tune_plan(
 ) -> WorkloadReport:
     """Screens variants with default configs, tunes the stages of the best one or two, and lets plans compete.
 
-    Args:
-        run: the tuning run.
-        report: the blank report to fill.
-        db_dir: the database to write.
-        deadline: ``time.monotonic`` when searching ends with what there is.
-        following: the next workload, whose kernels may be compiled when nothing else is to be.
-
-    Raises:
-        KdaTlError: nothing runs, or a file cannot be written.
+    Returns the blank report filled. ``deadline``, in terms of ``time.monotonic``, is when searching ends with what
+    there is. Raises KdaTlError if nothing runs, or a file cannot be written.
     """
     workload = report.workload
     problem = workload.problem()
@@ -257,16 +217,18 @@ def tune_plan(
         if number and end is not None and time.monotonic() > end:  # its default plan competes
             break
         fixture = make_fixture(run, workload, variant)
-        run.emit(PartStarted(workload=workload, part="stages", count=len(fixture.pipeline.stages_of(problem))))
+        count = len(fixture.pipeline.stages_of(problem))
+        run.emit(events.PartStarted(part="stages", count=count))
         results += _tune_stages(run, fixture, end, _share(end, len(variants) - number))
     report = _add_stages(report, results)
     run.pool.useful_until = None
     run.pool.drop(later=False)
-    final = compete(run, workload, default, _make_plans(run, workload, variants, results), report.counts)
-    if final.entry is None:
-        return replace(report, plans=final.plans, failure="no plan computes the right numbers")
-    path = store.store(db_dir, run.device, problem.operator, problem.direction, [final.entry])
-    return replace(report, plans=final.plans, entry=final.entry, path=path)
+    tuned = _make_plans(run, workload, variants, results)
+    plans, entry = plan_search.compete(run, workload, default, tuned, report.counts)
+    if entry is None:
+        return replace(report, plans=plans, failure="no plan computes the right numbers")
+    path = store.store(db_dir, run.device, problem.operator, problem.direction, [entry])
+    return replace(report, plans=plans, entry=entry, path=path)
 
 
 def _make_plans(
@@ -277,19 +239,15 @@ def _make_plans(
     plans = []
     for variant, default in zip(variants, default_plans(run, workload, variants), strict=True):
         mine = [latest[result.study] for result in results if result.variant == variant]
-        tuned = {result.stage: result.winner or result.default for result in mine}
-        plans.append(plan_of(variant, dict(default.stages) | tuned))
+        configs = dict(default.stages) | {result.stage: result.winner or result.default for result in mine}
+        plans.append(replace(default, stages=tuple(configs.items())))
     return plans
 
 
 def _tune_stages(run: Run, fixture: StageFixture, end: float | None, share: float | None) -> list[StageResult]:
     """Every stage that runs, the longest first; each may take as much of the time left as it takes of the pass's time.
 
-    Args:
-        run: the tuning run.
-        fixture: what they are measured on.
-        end: when searching ends.
-        share: when its share of the time ends; until the end every stage makes its first trials all the same.
+    The time left is that until ``share``; until ``end`` every stage makes its first trials all the same.
     """
     variant = ChunkVariant(pipeline=fixture.pipeline.name, BT=fixture.BT, BC=fixture.BC)
     times = {} if end is not None and time.monotonic() > end else time_stages(run, fixture)
@@ -323,15 +281,6 @@ def _share(deadline: float | None, parts: float) -> float | None:
     return None if deadline is None else time.monotonic() + max(0.0, deadline - time.monotonic()) / parts
 
 
-def _add_stages(report: WorkloadReport, results: Sequence[StageResult]) -> WorkloadReport:
-    counts: Counter[str] = Counter()
-    for result in results:
-        counts.update(result.search.counts)
-    reasons = dict.fromkeys(result.search.stopped_because for result in results)
-    return replace(
-        report,
-        stages=tuple(results),
-        counts=dict(counts),
-        resumed=sum(result.search.resumed for result in results),
-        stopped_because="; ".join(reasons),
-    )
+def _add_stages(report: WorkloadReport, stages: Sequence[StageResult]) -> WorkloadReport:
+    reasons = dict.fromkeys(result.search.stopped_because for result in stages)
+    return replace(report, stages=tuple(stages), stopped_because="; ".join(reasons))

@@ -15,10 +15,8 @@ from multiprocessing.connection import Connection
 def serve(target: str, handle: int, lifeline: int) -> None:
     """Imports the target, says so, then answers every payload with ("ok", result) or ("error", description).
 
-    Args:
-        target: ``"module:function"``.
-        handle: file descriptor of the socket to the coordinator.
-        lifeline: file descriptor of a pipe whose other end closes when the coordinator is gone.
+    ``handle`` is the file descriptor of the socket to the coordinator, ``lifeline`` that of a pipe whose other end
+    closes when the coordinator is gone.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # a segfault says where, in the output that WorkerCrash carries

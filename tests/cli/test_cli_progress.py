@@ -22,13 +22,10 @@ from kda_tl.tune.events import (
     Event,
     PartStarted,
     PlanDone,
-    PlanResult,
-    StageDone,
     StageResult,
     StageStarted,
     TrialDone,
     VariantScreened,
-    WorkloadDone,
     WorkloadStarted,
 )
 from kda_tl.tune.journal import Outcome
@@ -65,30 +62,32 @@ def make_stage(
 
 def iter_stage(result: StageResult) -> Iterator[Event]:
     """The events of a stage."""
-    place: dict[str, Any] = {"workload": SMALL, "stage": result.stage}
-    yield StageStarted(**place, variant=result.variant, space=18, candidates=6, budget=9, rejected=result.rejected)
+    yield StageStarted(
+        stage=result.stage, variant=result.variant, space=18, candidates=6, budget=9, rejected=result.rejected
+    )
     for number, trial in enumerate(result.search.trials, start=1):
-        yield TrialDone(**place, number=number, of=9, evaluation=trial, best_us=41.2, default_us=55.0)
-    yield StageDone(workload=SMALL, result=result)
+        yield TrialDone(stage=result.stage, number=number, of=9, evaluation=trial, best_us=41.2, default_us=55.0)
+    yield result
 
 
 def iter_workload(*stages: StageResult, resumed: bool = False, **report: Any) -> Iterator[Event]:
     """Every kind of event, as a tuner sends them."""
-    timed = PlanResult(plan=PLAN, status="ok", median_us=55.0, check={"max_rel_err": 1e-6})
-    wrong = replace(timed, status="wrong", median_us=None, reason="o is off")
+    outcome = Outcome(status="ok", median_us=55.0, check={"max_rel_err": 1e-6})
+    timed = Evaluation(config=PLAN, outcome=outcome)
+    wrong = replace(timed, outcome=replace(outcome, status="wrong", median_us=None, reason="o is off"))
     yield WorkloadStarted(workload=SMALL, index=0, total=2)
     for count in (2, 1):  # the other BC comes when the best BT is known
-        yield PartStarted(workload=SMALL, part="default plans", count=count)
+        yield PartStarted(part="default plans", count=count)
         for BC in (16, 8)[:count]:
             variant = ChunkVariant(pipeline="staged", BT=64, BC=BC)
-            yield VariantScreened(workload=SMALL, variant=variant, result=timed, resumed=resumed)
-    yield PartStarted(workload=SMALL, part="stages", count=len(stages))
+            yield VariantScreened(variant=variant, result=replace(timed, resumed=resumed))
+    yield PartStarted(part="stages", count=len(stages))
     for stage in stages:
         yield from iter_stage(stage)
-    yield PartStarted(workload=SMALL, part="plans", count=1)
-    yield PlanDone(workload=SMALL, result=wrong)
-    yield PlanDone(workload=SMALL, result=timed)  # the same plan with its first results kept, which nobody announced
-    yield WorkloadDone(report=make_report(stages=stages, seconds=40.0, **report))
+    yield PartStarted(part="plans", count=1)
+    yield PlanDone(result=wrong)
+    yield PlanDone(result=timed)  # the same plan with its first results kept, which nobody announced
+    yield make_report(stages=stages, seconds=40.0, **report)
 
 
 Show = Callable[..., list[str]]

@@ -24,7 +24,7 @@ from kda_tl.database import store as db
 from kda_tl.database.records import VsDefault
 from kda_tl.errors import CompileError
 from kda_tl.runtime.dispatch import default_plan
-from kda_tl.tune.events import TuneReport, WorkloadDone, WorkloadReport, WorkloadStarted
+from kda_tl.tune.events import TuneReport, WorkloadReport, WorkloadStarted
 
 pytestmark = pytest.mark.usefixtures("own_database")
 
@@ -41,7 +41,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
             reports = answer(Path(options["db_dir"]))
             for report in reports:
                 options["on_event"](WorkloadStarted(workload=report.workload, index=0, total=1))
-                options["on_event"](WorkloadDone(report=report))
+                options["on_event"](report)
             return TuneReport(
                 device=device, workloads=tuple(reports), journals=(options["db_dir"] / "trials.jsonl",), seconds=2.0
             )

@@ -59,7 +59,7 @@ def spawn(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def make_search(trials: tuple[Evaluation, ...] = ()) -> SearchResult:
-    return SearchResult(best=None, trials=trials, counts={}, stopped_because="everything was tried", resumed=0)
+    return SearchResult(trials=trials, stopped_because="everything was tried")
 
 
 def make_report(workload: Workload = SMALL, **changes: Any) -> WorkloadReport:
@@ -70,8 +70,6 @@ def make_report(workload: Workload = SMALL, **changes: Any) -> WorkloadReport:
         default=default_plan(workload.problem(), CPU),
         stages=(),
         plans=(),
-        counts={"ok": 3, "wrong": 1},
-        resumed=0,
         stopped_because="everything was tried",
         seconds=1.5,
     )

@@ -16,9 +16,19 @@ from types import FrameType
 
 import psutil
 import pytest
+from support import notes
+from support.calls import call
 
 from kda_tl.errors import InputError, KdaTlError
-from kda_tl.tune.isolate import IsolatedWorker, WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout, map_pool
+from kda_tl.tune.isolate import (
+    IsolatedWorker,
+    WorkerCrash,
+    WorkerError,
+    WorkerFailure,
+    WorkerTimeout,
+    map_pool,
+)
+from kda_tl.tune.pool import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("real_processes")
 
@@ -63,17 +73,17 @@ def start_sleep(path: Path) -> str:
 
 
 def test_one_process_serves_all_calls(worker: IsolatedWorker) -> None:
-    first, second = worker.call(PID), worker.call(PID)
+    first, second = call(worker, PID), call(worker, PID)
     assert first == second != os.getpid()
     worker.close()
     wait_until_gone(first)
-    assert worker.call(PID) != first
+    assert call(worker, PID) != first
 
 
 def test_an_idle_worker_leaves_in_order(worker: IsolatedWorker, tmp_path: Path) -> None:
     """Libraries remove their temporary files at exit."""
     path = tmp_path / "left"
-    worker.call(f"__import__('atexit').register(__import__('pathlib').Path({str(path)!r}).touch) and None")
+    call(worker, f"__import__('atexit').register(__import__('pathlib').Path({str(path)!r}).touch) and None")
     worker.close()
     assert path.exists()
 
@@ -93,17 +103,17 @@ def test_a_crash_is_reported_and_the_next_call_works(
     worker: IsolatedWorker, expression: str, exit_code: int | None, signal_name: str | None
 ) -> None:
     with pytest.raises(WorkerCrash) as caught:
-        worker.call(expression)
+        call(worker, expression)
     assert (caught.value.exit_code, caught.value.signal_name) == (exit_code, signal_name)
     assert isinstance(caught.value, KdaTlError)
     assert str(exit_code if signal_name is None else signal_name) in str(caught.value)
-    assert worker.call("1 + 1") == 2
+    assert call(worker, "1 + 1") == 2
 
 
 def test_a_crash_tells_what_was_printed(worker: IsolatedWorker, capfd: pytest.CaptureFixture[str]) -> None:
-    worker.call("print('of an earlier call', flush=True)")
+    call(worker, "print('of an earlier call', flush=True)")
     with pytest.raises(WorkerCrash) as caught:
-        worker.call("__import__('os').write(2, b'what(): bad tile') and __import__('ctypes').string_at(0)")
+        call(worker, "__import__('os').write(2, b'what(): bad tile') and __import__('ctypes').string_at(0)")
     assert caught.value.output.startswith("what(): bad tile")
     assert "Segmentation fault" in caught.value.output
     assert capfd.readouterr() == ("", "")
@@ -113,37 +123,37 @@ def test_a_crash_tells_what_was_printed(worker: IsolatedWorker, capfd: pytest.Ca
 def test_a_hang_is_killed_with_its_children(tmp_path: Path, expression: str) -> None:
     pids = tmp_path / "pids"
     with IsolatedWorker(EVAL, 1.0) as worker:
-        assert worker.call("1 + 1") == 2
+        assert call(worker, "1 + 1") == 2
         begin = time.monotonic()
         with pytest.raises(WorkerTimeout, match="longer than 1 s"):
-            worker.call(f"{note_pid(pids)} and {start_sleep(pids)} and {expression}")
+            call(worker, f"{note_pid(pids)} and {start_sleep(pids)} and {expression}")
         assert 1.0 <= time.monotonic() - begin < 5.0
         wait_until_gone(*read_pids(pids, 2))
-        assert worker.call("1 + 1") == 2
+        assert call(worker, "1 + 1") == 2
 
 
 def test_a_dead_worker_is_noticed_though_a_grandchild_holds_its_socket(worker: IsolatedWorker, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     forked = f"{note_pid(pids)} and __import__('time').sleep(100)"
     with pytest.raises(WorkerCrash, match="code 5"):
-        worker.call(f"__import__('os')._exit(5) if __import__('os').fork() else {forked}")
+        call(worker, f"__import__('os')._exit(5) if __import__('os').fork() else {forked}")
     if pids.exists():  # else the grandchild was killed before it wrote
         wait_until_gone(*read_pids(pids, 1))
 
 
 def test_an_exception_is_passed_on_and_the_worker_lives(worker: IsolatedWorker) -> None:
-    pid = worker.call(PID)
+    pid = call(worker, PID)
     with pytest.raises(WorkerError) as caught:
-        worker.call("print('before', flush=True) or int('seven')")
+        call(worker, "print('before', flush=True) or int('seven')")
     assert caught.value.type_name == "ValueError"
     assert "seven" in caught.value.message
     assert "seven" in caught.value.remote_traceback
     assert caught.value.output == "before"
     for expression, type_name in [("__import__('sys').exit(3)", "SystemExit"), ("lambda: 0", "PicklingError")]:
         with pytest.raises(WorkerError) as caught:
-            worker.call(expression)
+            call(worker, expression)
         assert caught.value.type_name in (type_name, "AttributeError")  # Pythons name unpicklable lambdas differently
-    assert worker.call(PID) == pid
+    assert call(worker, PID) == pid
 
 
 @pytest.mark.parametrize(
@@ -153,7 +163,7 @@ def test_a_target_that_cannot_be_imported(target: str, type_name: str) -> None:
     with IsolatedWorker(target, GENEROUS_S) as worker:
         for _ in range(2):
             with pytest.raises(WorkerError) as caught:
-                worker.call(1)
+                call(worker, 1)
             assert caught.value.type_name == type_name
 
 
@@ -162,9 +172,9 @@ def test_a_first_call_that_hangs_is_ended_in_its_own_time() -> None:
     begin = time.monotonic()
     with IsolatedWorker(EVAL, 0.5) as fresh:
         with pytest.raises(WorkerTimeout, match=r"the call took longer than 0\.5 s"):
-            fresh.call(FOREVER)
+            call(fresh, FOREVER)
         assert time.monotonic() - begin < 50  # of the 120 s that a start may take
-        assert fresh.call("1 + 1") == 2
+        assert call(fresh, "1 + 1") == 2
 
 
 @pytest.mark.parametrize("target", ["math.sqrt", "math:", ":sqrt", ""])
@@ -174,54 +184,65 @@ def test_a_malformed_target_is_refused(target: str) -> None:
 
 
 def test_a_worker_that_dies_between_calls_is_replaced(worker: IsolatedWorker) -> None:
-    pid = worker.call(PID)
+    pid = call(worker, PID)
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.2)
-    assert worker.call(PID) != pid
+    assert call(worker, PID) != pid
 
 
 def test_large_values_pass_both_ways() -> None:
     big = bytes(20_000_000)
     with IsolatedWorker("builtins:bytearray", GENEROUS_S) as worker:
-        assert worker.call(big) == big  # the first call: the worker is not listening yet
-        assert worker.call(big) == big
+        assert call(worker, big) == big  # the first call: the worker is not listening yet
+        assert call(worker, big) == big
 
 
 def test_a_worker_imports_neither_the_caller_nor_what_it_does_not_need(worker: IsolatedWorker) -> None:
-    modules = worker.call("sorted(__import__('sys').modules)")
+    modules = call(worker, "sorted(__import__('sys').modules)")
     assert not {"pytest", "torch", "optuna", "kda_tl", __name__} & set(modules)
-    assert worker.call("__import__('sys').path") == sys.path
+    assert call(worker, "__import__('sys').path") == sys.path
 
 
 def test_ctrl_c_does_not_reach_a_worker(worker: IsolatedWorker) -> None:
-    assert worker.call("__import__('os').kill(__import__('os').getpid(), 2) or 'alive'") == "alive"
-    assert worker.call("__import__('os').getsid(0)") != os.getsid(0)
+    assert call(worker, "__import__('os').kill(__import__('os').getpid(), 2) or 'alive'") == "alive"
+    assert call(worker, "__import__('os').getsid(0)") != os.getsid(0)
 
 
-def test_an_interrupted_call_does_not_answer_the_next(worker: IsolatedWorker) -> None:
+def test_an_interrupted_call_does_not_answer_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    pid = worker.call(PID)
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):
-            worker.call("__import__('time').sleep(1) or 'late'")
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    wait_until_gone(pid)
-    assert worker.call("1 + 1") == 2
+    def note(name: str, seconds: float = 0.0) -> notes.Note:
+        return notes.Note(path=str(tmp_path / "notes"), name=name, seconds=seconds)
+
+    monkeypatch.setattr("kda_tl.tune.pool.TARGET", "support.notes:run")
+    before = set(psutil.Process().children())
+    with WorkerPool(1, overlap=True) as pool:
+        assert pool.measure(note("a")) == "A"
+        (child,) = set(psutil.Process().children()) - before
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                pool.measure(note("late", 1.0))
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        wait_until_gone(child.pid)
+        assert pool.measure(note("b")) == "B"
 
 
 COORDINATOR = """
 import sys
-from kda_tl.tune.isolate import IsolatedWorker
+from kda_tl.tune.isolate import PENDING, IsolatedWorker, wait_any
+def call(worker, payload):
+    worker.submit(payload)
+    while worker.poll() is PENDING:
+        wait_any([worker])
 idle = IsolatedWorker("builtins:eval", 100)
 busy = IsolatedWorker("builtins:eval", 100)
-idle.call(sys.argv[1])
+call(idle, sys.argv[1])
 try:
-    busy.call(sys.argv[2])
+    call(busy, sys.argv[2])
 except KeyboardInterrupt:
     sys.exit("stopped by the user")
 """

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.search_spaces import SMALL
 from support.tuner_cases import BACKWARD, CPU, HERE, WORKLOAD
 
 import kda_tl
@@ -21,9 +22,10 @@ from kda_tl.runtime.dispatch import default_plan, pin
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import plan_search
-from kda_tl.tune.events import PlanResult
-from kda_tl.tune.final import Comparison, decide, hold_final
+from kda_tl.tune.final import decide, measure_in_turns
+from kda_tl.tune.journal import Outcome
 from kda_tl.tune.requests import HashJob, Rounds
+from kda_tl.tune.search import Evaluation
 from kda_tl.tune.session import Run
 
 # The backward
@@ -90,8 +92,8 @@ def test_results_are_kept_for_what_that_saves(
     twin = plan_search.find_kept_twin(plan, objective)
     assert twin == replace(plan, kept=True)
     about = {"kept_bytes": kept_bytes, "call_bytes": 100}
-    result = PlanResult(plan=twin, status="ok" if kept_us else "crash", median_us=kept_us, extra=about)
-    assert plan_search.is_worth_keeping(objective, 100.0, result) == worth
+    outcome = Outcome(status="ok" if kept_us else "crash", median_us=kept_us, extra=about)
+    assert plan_search.is_worth_keeping(objective, 100.0, Evaluation(config=twin, outcome=outcome)) == worth
 
 
 def test_nothing_is_kept_for_memory_or_by_a_forward() -> None:
@@ -104,22 +106,23 @@ def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypat
     """Kept results save half of the time, and double the memory."""
     default, held = default_plan(BACKWARD.problem(), CPU, BT=16), []
 
-    def measure(run: Run, workload: Workload, plan: Plan) -> tuple[PlanResult, bool]:
+    def measure(run: Run, workload: Workload, plan: Plan) -> Evaluation[Plan]:
         about = {"kept_bytes": 100, "call_bytes": 100} if plan.kept else {}
         check = {"max_rel_err": 1e-6, "tolerance": 1e-5}
         us = 50.0 if plan.kept else 100.0
-        return PlanResult(plan=plan, status="ok", median_us=us, check=check, extra={"timed": "launch", **about}), False
+        outcome = Outcome(status="ok", median_us=us, check=check, extra={"timed": "launch", **about})
+        return Evaluation(config=plan, outcome=outcome)
 
-    def hold(run: Run, study: str, candidates: dict[Plan, Any], request: Any, **ranks: Any) -> Comparison[Plan]:
-        held.extend(candidates)
-        return decide({plan: [50.0 if plan.kept else 100.0] * 5 for plan in candidates}, 5, **ranks)
+    def hold(run: Run, workload: Workload, plans: list[Plan]) -> tuple[dict[Plan, list[float]], int]:
+        held.extend(plans)
+        return {plan: [50.0 if plan.kept else 100.0] * 5 for plan in plans}, 5
 
     monkeypatch.setattr(plan_search, "run_plan", measure)
-    monkeypatch.setattr(plan_search, "hold_final", hold)
-    final = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
+    monkeypatch.setattr(plan_search, "measure_plans", hold)
+    _, entry = plan_search.compete(replace(run, objective=objective), BACKWARD, default, [], {})
     assert {plan.kept for plan in held} == ({True, False} if objective == "time" else {False})
-    assert final.entry is not None and final.entry.plan.get("kept", False) == (objective == "time")
-    assert final.entry.provenance.get("kept_bytes") == (100 if objective == "time" else None)
+    assert entry is not None and entry.plan.get("kept", False) == (objective == "time")
+    assert entry.provenance.get("kept_bytes") == (100 if objective == "time" else None)
 
 
 def test_the_default_wins_what_is_within_the_noise() -> None:
@@ -138,12 +141,11 @@ def test_the_default_wins_what_is_within_the_noise() -> None:
 @pytest.mark.parametrize("noise", [(100.0, 101.0), (101.0, 100.0)])
 def test_equally_fast_entrants_of_a_contest_follow_the_fixed_order(noise: tuple[float, float]) -> None:
     """Entrants come best first, which is noise too."""
-    candidates = dict(sorted(zip("ab", noise, strict=True), key=lambda item: item[1]))
-    stored = Mock(extra={"rounds": [[us] * 5 for us in candidates.values()], "reps": 3})
-    recall: Any = SimpleNamespace(recall=lambda study, config: stored)
-    for order in ("ab", "ba"):
-        comparison = hold_final(recall, "s", dict.fromkeys(candidates, {}), Mock(), default=None, fixed_order=order)
-        assert comparison.winner == order[0]
+    times = dict(sorted(zip(SMALL[:2], noise, strict=True), key=lambda item: item[1]))
+    stored = Mock(extra={"rounds": [[us] * 5 for us in times.values()], "reps": 3})
+    recall: Any = SimpleNamespace(answer=lambda study, config, measure: (stored, True))
+    for order in (SMALL[:2], SMALL[1::-1]):
+        assert decide(*measure_in_turns(recall, "s", list(times), Mock()), None, order).winner == order[0]
 
 
 def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +160,9 @@ def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.M
             monkeypatch.setattr(plan_search, "run_plan", fake.run_plan)
             again = replace(run, objective="memory", known={})
             monkeypatch.setattr(Run, "measure", fake.measure)
-            final = plan_search.compete(again, BACKWARD, default, order, {})
-            assert final.entry is not None
-            winners.add((final.entry.plan["BT"], final.entry.plan["BC"]))
+            _, entry = plan_search.compete(again, BACKWARD, default, order, {})
+            assert entry is not None
+            winners.add((entry.plan["BT"], entry.plan["BC"]))
     assert winners == {(32, 16)}
 
 
@@ -170,9 +172,9 @@ class FakeMeasurements:
     def __init__(self, us: dict[Plan, float]) -> None:
         self.us = us
 
-    def run_plan(self, run: Run, workload: Workload, plan: Plan) -> tuple[PlanResult, bool]:
+    def run_plan(self, run: Run, workload: Workload, plan: Plan) -> Evaluation[Plan]:
         check = {"max_rel_err": 1e-6, "tolerance": 1e-5}
-        return PlanResult(plan=plan, status="ok", median_us=self.us[plan], check=check), False
+        return Evaluation(config=plan, outcome=Outcome(status="ok", median_us=self.us[plan], check=check))
 
     def measure(self, request: Any, fixture: Any = None) -> Any:
         if isinstance(request, HashJob):
@@ -201,9 +203,9 @@ def test_a_wrong_plan_neither_competes_nor_is_stored(run: Run, monkeypatch: pyte
     monkeypatch.setattr(Program, "run", answer)
     monkeypatch.setattr(Run, "measure", measure)
     with torch.no_grad():
-        final = plan_search.compete(run, WORKLOAD, right, [wrong], {})
-        nothing = plan_search.compete(run, WORKLOAD, wrong, [wrong], {})
-    assert [(result.plan, result.status) for result in final.plans] == [(right, "ok"), (wrong, "wrong")]
-    assert "ht is off by 0.01" in final.plans[1].reason and held == [right]
-    assert final.entry is not None and final.entry.plan == right.as_dict() and final.entry.check.max_rel_err < 1e-5
-    assert nothing.entry is None and [result.status for result in nothing.plans] == ["wrong"]
+        found, entry = plan_search.compete(run, WORKLOAD, right, [wrong], {})
+        failed, no_entry = plan_search.compete(run, WORKLOAD, wrong, [wrong], {})
+    assert [(result.config, result.outcome.status) for result in found] == [(right, "ok"), (wrong, "wrong")]
+    assert "ht is off by 0.01" in found[1].outcome.reason and held == [right]
+    assert entry is not None and entry.plan == right.as_dict() and entry.check.max_rel_err < 1e-5
+    assert no_entry is None and [result.outcome.status for result in failed] == ["wrong"]

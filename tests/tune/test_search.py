@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.calls import call
 from support.search_spaces import DEFAULT, SMALL, SPACE, KernelConfig, SmallConfig, draw_surface
 
 from kda_tl.core.stage import Config
@@ -180,7 +181,7 @@ def test_a_config_that_crashes_its_process_costs_only_itself(tmp_path: Path) -> 
 
         def evaluate(config: Config) -> Outcome:
             try:
-                return Outcome(status="ok", median_us=worker.call(bad.get(config, repr(small_cost(config)))))
+                return Outcome(status="ok", median_us=call(worker, bad.get(config, repr(small_cost(config)))))
             except WorkerCrash as failure:
                 return Outcome(status="crash", reason=str(failure))
             except WorkerError as failure:

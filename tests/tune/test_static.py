@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def test_static_check_compiles_without_measuring() -> None:
         WORKLOAD, cpu_device(), stages=["fwd_gate"], BT=16, budget=1, jobs=1, on_compiled=done.append
     )
     assert [(c.stage, c.status, c.measured) for c in compiled] == [("fwd_gate", "ok", False)]
-    assert tuple(done) == compiled and compiled[0].as_dict()["config"] == compiled[0].config.as_dict()
+    assert tuple(done) == compiled and asdict(compiled[0])["config"] == compiled[0].config.as_dict()
     with pytest.raises(InputError, match="fwd_state"):
         compile_static(WORKLOAD, cpu_device(), stages=["fwd_nothing"])
     with pytest.raises(InputError, match="fwd_prep has no config for tiny on .*sm_90"):

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import fake_stages
-from support.tuner_cases import BACKWARD, CPU, HERE, WORKLOAD, fixture, searched
+from support.tuner_cases import BACKWARD, CPU, HERE, WORKLOAD, searched
 
 import kda_tl
 from kda_tl import templates
@@ -28,24 +28,24 @@ from kda_tl.runtime.compile import hash_kernel
 from kda_tl.runtime.dispatch import default_plan, pin, select_cached
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.tune import plan_search, requests, screening, tuner
+from kda_tl.tune import requests, screening, tuner
 from kda_tl.tune.events import (
     ChunkVariant,
     PartStarted,
     PlanDone,
-    PlanResult,
     RunStarted,
-    StageDone,
+    StageResult,
     StageStarted,
     TrialDone,
     TuneReport,
     VariantScreened,
-    WorkloadDone,
+    WorkloadReport,
     WorkloadStarted,
 )
-from kda_tl.tune.journal import Journal, Trial
+from kda_tl.tune.journal import Journal, Outcome, Trial
 from kda_tl.tune.pool import DeadlineExceeded, WorkerPool
 from kda_tl.tune.requests import HashJob
+from kda_tl.tune.search import Evaluation
 from kda_tl.tune.session import Run, load_known
 
 
@@ -91,7 +91,7 @@ def test_the_winner_is_stored_with_its_evidence(tuned: TuneReport, folder: Path)
     assert hashes.keys() == entry.templates.keys() and hashes["fwd_output"] == hash_kernel(stage, case, config)
     assert entry.provenance["valid"] == sum(report.counts.values()) and entry.provenance["failed"] == {}
     assert entry.provenance["workload"] == "tiny"
-    assert report.plans[0].plan == report.default
+    assert report.plans[0].config == report.default
 
 
 def test_the_operator_runs_the_stored_plan(tuned: TuneReport, folder: Path) -> None:
@@ -111,9 +111,9 @@ def test_the_operator_runs_the_stored_plan(tuned: TuneReport, folder: Path) -> N
 
 def test_events_tell_the_whole_story(tuned: TuneReport, events: list[Any]) -> None:
     assert isinstance(events[0], RunStarted) and isinstance(events[1], WorkloadStarted)
-    assert isinstance(events[-1], WorkloadDone)
+    assert isinstance(events[-1], WorkloadReport)
     started = [(e.stage, e.variant) for e in events if isinstance(e, StageStarted)]
-    assert started == [(e.result.stage, e.result.variant) for e in events if isinstance(e, StageDone)]
+    assert started == [(e.stage, e.variant) for e in events if isinstance(e, StageResult)]
     assert {name for name, _ in started} == {stage.name for stage in PIPELINES["staged"].stages}
     for part, kind in (("default plans", VariantScreened), ("stages", StageStarted), ("plans", PlanDone)):
         announced = [e.count for e in events if isinstance(e, PartStarted) and e.part == part]
@@ -146,10 +146,7 @@ def test_the_same_command_measures_nothing_again(
 
 
 def test_plans_are_run_on_what_the_operator_would_pass(tuned: TuneReport) -> None:
-    plan = plan_search.plan_of(
-        ChunkVariant(pipeline="staged", BT=16, BC=16),
-        {s.name: s.default(fixture().case) for s in PIPELINES["staged"].stages},
-    )
+    plan = default_plan(WORKLOAD.problem(), CPU, BT=16, BC=16)
     tensors, sizes = operator_tensors(WORKLOAD, 16, HERE, seed=3)
     o = Program.build(plan, WORKLOAD.problem(), CPU).run(tensors, sizes, HERE)["o"]
     with pin(plan):
@@ -231,22 +228,22 @@ def test_a_workload_that_fails_says_why(run: Run, tmp_path: Path, monkeypatch: p
 
 
 def test_every_pipeline_is_timed_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_plan(run: Any, workload: Workload, plan: Plan, deadline: float | None) -> tuple[PlanResult, bool]:
+    def run_plan(run: Any, workload: Workload, plan: Plan, deadline: float | None) -> Evaluation[Plan]:
         if deadline is not None:
             raise DeadlineExceeded
-        return PlanResult(plan=plan, status="ok", median_us=float(plan.BT)), False
+        return Evaluation(config=plan, outcome=Outcome(status="ok", median_us=float(plan.BT)))
 
     monkeypatch.setattr(screening, "run_plan", run_plan)
     quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, pool=Mock(overlap=False), emit=Mock())
     found = screening.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
-    assert [(s.variant.pipeline, s.variant.BT) for s in found] == [
+    assert [(v.pipeline, v.BT) for v in found] == [
         (name, 64) for name in ("staged", "prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16")
     ]
 
 
-def screened(*medians: float | None) -> list[screening.Screened]:
+def screened(*medians: float | None) -> dict[ChunkVariant, float]:
     variants = [ChunkVariant(pipeline="staged", BT=BT, BC=16) for BT in (64, 32, 16)]
-    return [screening.Screened(variant=g, median_us=m) for g, m in zip(variants, medians, strict=False)]
+    return {variant: us for variant, us in zip(variants, medians, strict=False) if us is not None}
 
 
 @pytest.mark.parametrize(

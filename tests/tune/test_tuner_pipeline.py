@@ -137,7 +137,7 @@ def test_only_the_pipeline_is_screened_tuned_and_competes(tune: Tune, pool: Made
 def test_the_gain_is_over_the_default_of_the_pipeline(tune: Tune) -> None:
     (report,) = tune(FORWARD, pipeline="staged").workloads
     default = default_plan(FORWARD.problem(), H200, pipeline="staged")
-    assert (default.pipeline, default.BT) == ("staged", 64) and report.default == default == report.plans[0].plan
+    assert (default.pipeline, default.BT) == ("staged", 64) and report.default == default == report.plans[0].config
     shortest = min(screening.BT_CHOICES)
     assert report.entry is not None and report.entry.plan["pipeline"] == "staged"
     assert (report.entry.plan["BT"], report.entry.vs_default.ratio) == (shortest, 64 / shortest)
@@ -150,7 +150,7 @@ def test_the_gain_is_over_the_default_of_the_pipeline(tune: Tune) -> None:
 def test_a_backward_pipeline_may_keep_results(tune: Tune) -> None:
     (report,) = tune(BACKWARD, pipeline="staged_backward", objective="time").workloads
     assert report.entry is not None and report.entry.plan["kept"]
-    assert {result.plan.pipeline for result in report.plans} == {"staged_backward"}
+    assert {result.config.pipeline for result in report.plans} == {"staged_backward"}
 
 
 def test_a_stored_plan_is_served_before_the_packaged_one(tune: Tune, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
 from kda_tl.tune import tuner
-from kda_tl.tune.events import RunStarted, StageDone, TuneReport, VariantScreened, WorkloadStarted
+from kda_tl.tune.events import RunStarted, StageResult, TuneReport, VariantScreened, WorkloadStarted
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.requests import CompileJob, PlanContest, Rounds, StageTrial
 from kda_tl.tune.stage_search import SURE
@@ -112,7 +112,7 @@ def test_near_pipelines_are_measured_in_turns_before_two_are_searched(
     monkeypatch.setattr(simulation, "answer", answer_in_turns)
     found: list[Any] = []
     tune(simulation, tmp_path, WORKLOADS[:1], timeout_s=None, on_event=found.append)
-    searched = dict.fromkeys(e.result.variant.pipeline for e in found if isinstance(e, StageDone))
+    searched = dict.fromkeys(e.variant.pipeline for e in found if isinstance(e, StageResult))
     assert list(searched) == ["prep_segments_8", "prep_segments_16"]
 
 
