@@ -85,7 +85,7 @@ def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict
     if workload.direction == "bwd":
         dims = (workload.V, workload.K) if workload.state_v_first else (workload.K, workload.V)
         state = torch.empty(len(workload.bounds) - 1, workload.HV, *dims, device=device)
-        tensors["do"], tensors["dht"] = draw_gradients(getattr(a, operator.like).flatten(0, 1), state, seed)
+        tensors["do"], tensors["dht"] = draw_gradients(a.v.flatten(0, 1), state, seed)
     for name, shape in operand_shapes(problem).items():
         if tensors.get(name) is not None:
             tensors[name] = tensors[name].view(shape)

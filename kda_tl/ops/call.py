@@ -56,7 +56,7 @@ def bind_call(operator: Operator, a: Args) -> BoundCall:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
         signature = describe(operator.pick_operands(a))
-        packed = getattr(a, operator.packed) is not None
+        packed = a.cu_seqlens is not None
         key = (operator, signature, operator.pick_flags(a), packed, operator.find_bounds(a), context())
         found = _bound_calls.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no sizes: let the checks say it
@@ -74,22 +74,20 @@ def pose(operator: Operator, a: Args, bounds: Bounds) -> tuple[Problem, Device, 
     """The problem of a call, its device and the chunk size it asks for. Raises InputError for what cannot be used."""
     problem, first = operator.pose(a, bounds), operator.pick_operands(a)[0]
     device = cuda_device(first.device.index or 0) if first.is_cuda else cpu_device()
-    asked = operator.asks(a, operator.chunk_size)
-    return problem, device, asked or (DEFAULT_BT if problem.intermediate_states else None)
+    return problem, device, a.chunk_size or (DEFAULT_BT if problem.intermediate_states else None)
 
 
 def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds) -> BoundCall:
     """Chooses a plan and compiles it."""
     problem, device, chunk_size = pose(operator, a, bounds)
     choice, program = load_program(problem, device, chunk_size)
-    o = getattr(a, operator.like)
-    where = o.device
+    where, shape = a.v.device, tuple(a.v.shape)
     given = {name: x for name, x in zip(operator.operands, signature, strict=True) if x and problem.has(name)}
     constants: dict[str, Any] = dict.fromkeys(operator.operands.keys() - given.keys())
     constants |= operator.numbers(a)
     compute: Compute | None = None
     if program is not None and problem.tokens:
-        compute, tables = _bind(program, bounds, where, views=(("o", tuple(o.shape)),))
+        compute, tables = _bind(program, bounds, where, views=(("o", shape),))
         constants |= tables
     return BoundCall(
         operator=operator,
@@ -107,7 +105,7 @@ def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds)
         widened=tuple(name for name in _WIDE if name in given and given[name][1] != torch.float32),
         shapes=tuple((name, shape) for name, shape in operand_shapes(problem).items() if name in given),
         constants=constants,
-        like=(tuple(o.shape), o.dtype),
+        like=(shape, a.v.dtype),
     )
 
 
@@ -196,11 +194,10 @@ def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
         if not keep:  # the plan would have them, the caller does not insist
             return Backward(choice)
         if choice.step == "pinned":
-            flag, chunks = bound.operator.keep, bound.operator.chunk_size
             raise InputError(
-                f"{flag}=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
-                f" and the forward BT={forward.BT}: pass {chunks}={choice.plan.BT}, pin plans of one BT, or leave"
-                f" {flag} out."
+                f"disable_recompute=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
+                f" and the forward BT={forward.BT}: pass chunk_size={choice.plan.BT}, pin plans of one BT, or leave"
+                " disable_recompute out."
             )
         resumable = _choose_chunks(problem, bound.device, forward.BT, context())
     if resumable is None or resumable.plan is None:
