@@ -274,10 +274,6 @@ def run_reference(bound: BoundCall, a: Args) -> Any:
     return o, ht, o.new_empty((shape[0], 0, *state.shape[1:]))
 
 
-_warned: set[tuple[str, str]] = set()
-
-
+@functools.cache
 def _warn_reference(name: str, reason: str) -> None:
-    if (name, reason) not in _warned:
-        _warned.add((name, reason))
-        warnings.warn(f"{name} is slow here: {reason}.", KdaTlWarning, stacklevel=5)
+    warnings.warn(f"{name} is slow here: {reason}.", KdaTlWarning, stacklevel=5)

@@ -48,23 +48,14 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSelection:
-    """The plan for a problem, and why.
+    """The plan for a problem, and why."""
 
-    Attributes:
-        plan: what runs, None for the reference path.
-        step: "pinned", "exact bucket", "nearest bucket", "same architecture", "default" or "reference".
-        source: name of the database, or of the step.
-        reason: a sentence for people.
-        stale: stages whose template changed since the plan was measured.
-        passed_over: sentences on better-ranked entries that could not serve.
-    """
-
-    plan: Plan | None
-    step: str
-    source: str
-    reason: str
-    stale: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    plan: Plan | None  # what runs, None for the reference path
+    step: str  # "pinned", "exact bucket", "nearest bucket", "same architecture", "default" or "reference"
+    source: str  # name of the database, or of the step
+    reason: str  # a sentence for people
+    stale: tuple[str, ...] = ()  # stages whose template changed since the plan was measured
+    passed_over: tuple[str, ...] = ()  # sentences on better-ranked entries that could not serve
 
     def __str__(self) -> str:
         lines = [f"{self.step}: {self.reason}"]
@@ -170,8 +161,7 @@ def select_plan(
     """The plan for a problem. Pure: the same arguments give the same choice, nothing is compiled or measured.
 
     Args:
-        problem: what is called.
-        device: where it runs.
+        problem, device: what is called, and where it runs.
         databases: tuning databases, first in rank first.
         pin: what the caller insists on.
         chunk_size: only plans with this BT.
@@ -209,13 +199,9 @@ def select_plan(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
+            source, over = hit.database.name, tuple(passed_over)
             return PlanSelection(
-                plan=plan,
-                step=hit.step,
-                source=hit.database.name,
-                reason=hit.reason,
-                stale=stale,
-                passed_over=tuple(passed_over),
+                plan=plan, step=hit.step, source=source, reason=hit.reason, stale=stale, passed_over=over
             )
     defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
     chosen = next((each for each in defaults if numerics in (None, numerics_class(each))), None)
@@ -260,26 +246,20 @@ def context() -> tuple[Any, ...]:
     return sources(), _pin.get()
 
 
-_choices: dict[tuple[Any, ...], PlanSelection] = {}
-_CHOICES_LIMIT = 4096
-
-
 def select_cached(problem: Problem, device: Device, chunk_size: int | None = None) -> PlanSelection:
     """:func:`select_plan` with the databases and settings of the process, cached."""
-    databases, pinned = context()
-    key = (problem, device, databases, pinned, chunk_size)
-    found = _choices.get(key)
-    if found is None:
-        compiler, strict = _settings(device)
-        found = select_plan(
-            problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict
-        )
-        if found.stale:
-            message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
-            warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=3)
-        if len(_choices) >= _CHOICES_LIMIT:
-            _choices.clear()
-        _choices[key] = found
+    return _select(problem, device, chunk_size, *context())
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(
+    problem: Problem, device: Device, chunk_size: int | None, databases: Sequence[Database], pinned: Pin | None
+) -> PlanSelection:
+    compiler, strict = _settings(device)
+    found = select_plan(problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict)
+    if found.stale:
+        message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
+        warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=4)
     return found
 
 

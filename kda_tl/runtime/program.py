@@ -21,18 +21,13 @@ _REPLAYS_LIMIT = 256  # sizes a program remembers
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed.
-
-    Attributes:
-        kernels: by stage name.
-        given: names of the residuals that callers give beside the operator's tensors, if they do.
-    """
+    """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed."""
 
     plan: Plan
     problem: Problem
     pipeline: Pipeline
-    kernels: Mapping[str, Kernel]
-    given: tuple[str, ...] = ()
+    kernels: Mapping[str, Kernel]  # by stage name
+    given: tuple[str, ...] = ()  # names of the residuals that callers give beside the operator's tensors, if they do
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
