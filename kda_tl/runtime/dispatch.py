@@ -160,23 +160,15 @@ def select_plan(
 ) -> PlanSelection:
     """The plan for a problem. Pure: the same arguments give the same choice, nothing is compiled or measured.
 
-    Args:
-        problem, device: what is called, and where it runs.
-        databases: tuning databases, first in rank first.
-        pin: what the caller insists on.
-        chunk_size: only plans with this BT.
-        compiler: whether kernels can be built.
-        strict: entries measured with other templates than today's are misses instead of marked stale.
-
-    Raises:
-        InputError: the pinned plan cannot run this problem or has another chunk size, no plan is of the pinned numerics
-            class, or the device has no room for the chunk size.
+    The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``compiler`` says
+    whether kernels can be built, and with ``strict`` entries measured with other templates than today's are misses
+    instead of marked stale. Raises InputError if the pinned plan cannot run this problem or has another chunk size, no
+    plan is of the pinned numerics class, or the device has no room for the chunk size.
     """
     if not compiler:
         reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
         return PlanSelection(plan=None, step="reference", source="reference", reason=reason)
-    if pin is not None and not pin.holds_for(problem):
-        pin = None
+    pin = pin if pin and pin.holds_for(problem) else None
     if pin is not None and pin.plan is not None:
         plan = parse_plan(pin.plan.as_dict(), problem, device)
         if chunk_size not in (None, plan.BT):

@@ -59,13 +59,9 @@ class Program:
         """The pass for all calls of one size; calling it does not wait for the device.
 
         It is a function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened
-        over the batch) that returns the results by name, None for absent ones.
-
-        Args:
-            sizes: of :class:`kda_tl.core.layout.Layout`.
-            device: where it runs.
-            results: names of the tensors that the caller wants, also residuals; those of the problem unless given.
-            views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
+        over the batch) that returns the results by name, None for absent ones. ``sizes`` are those of a
+        :class:`kda_tl.core.layout.Layout`, ``results`` names of what the caller wants, also residuals, the problem's
+        unless given, and ``views`` results on CUDA that shall have another shape of as many elements, and these shapes.
         """
         if device.type != "cuda":
             return lambda tensors: self.run(tensors, sizes, device, results)
