@@ -4,8 +4,6 @@ Inputs to time come from running the workload once with default configs; inputs 
 them, from running the stages' references in float64 on a trimmed twin. Nothing big crosses a process boundary.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping

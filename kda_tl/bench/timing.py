@@ -4,8 +4,6 @@ A cold cache is what a kernel of a pass sees, so a buffer larger than the device
 repetition, outside the timed region.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

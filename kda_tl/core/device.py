@@ -3,8 +3,6 @@
 No code branches on a GPU's name; aliases such as ``h100`` are data in ``tuning_db/gpus.json``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

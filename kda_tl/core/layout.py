@@ -3,8 +3,6 @@
 Tables are made on the host and copied once per distinct layout; both caches are bounded.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import MutableMapping
 from typing import NamedTuple

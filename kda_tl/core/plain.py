@@ -6,8 +6,6 @@ operator, which PyTorch then fakes, traces or hands to whoever watches, or it is
 their type, but have no memory of their own, are refused where their address is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

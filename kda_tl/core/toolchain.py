@@ -5,8 +5,6 @@ Kernels are then kept in a temporary folder, which the processes that this one s
 one ends. A folder that can only be read still serves the kernels it holds.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

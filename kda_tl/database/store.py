@@ -3,8 +3,6 @@
 Sources, first in rank first: the ``with use(...)`` overlay, ``$KDA_TL_DB``, the user's database, the packaged one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.resources

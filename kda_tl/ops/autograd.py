@@ -4,8 +4,6 @@ The forward keeps its inputs and nothing else, and the backward computes the int
 the backward's plan asks for it, the forward keeps those too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """One call of an operator: from its arguments to the launches of a pass, and what earlier calls spare it."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ operators return no None. Intermediates are never kept: what an operator returns
 computes them again, to the same gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

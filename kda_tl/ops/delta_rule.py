@@ -4,8 +4,6 @@ Their arguments have the names and the meaning of flash-linear-attention's. One 
 operator may lack. The argument ``a`` of a function here is the record of a call's arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import numbers

@@ -1,7 +1,5 @@
 """From the declaration of an operator to the function that is called."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

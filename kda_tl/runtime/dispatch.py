@@ -5,8 +5,6 @@ Order: 0 a pinned plan, 1 the exact bucket, 2 the nearest bucket on this GPU, 3 
 :func:`kda_tl.database.lookup.iter_hits`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
