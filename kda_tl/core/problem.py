@@ -63,10 +63,13 @@ class Problem:
     direction: str = "fwd"  # or "bwd": the pass
 
     def __post_init__(self) -> None:
-        usual = {"longest": -(-self.tokens // max(self.sequences, 1)), "g_dtype": self.dtype, "beta_dtype": self.dtype}
-        for name, value in usual.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
+        set_default = object.__setattr__
+        if not self.longest:
+            set_default(self, "longest", -(-self.tokens // max(self.sequences, 1)))
+        if not self.g_dtype:
+            set_default(self, "g_dtype", self.dtype)
+        if not self.beta_dtype:
+            set_default(self, "beta_dtype", self.dtype)
         for name in ("H", "HV", "K", "V"):
             if (size := getattr(self, name)) < 1:
                 raise InputError(f"{name} must be at least 1, got {size}.")

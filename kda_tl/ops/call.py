@@ -182,7 +182,7 @@ def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
     With ``keep`` it begins from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so
     itself. Raises InputError if the pinned plan cuts others.
     """
-    problem, forward = replace(bound.problem, direction="bwd", intermediate_states=False), bound.choice.plan
+    problem, forward = _reverse(bound.problem), bound.choice.plan
     asked = bound.chunk_size and _choose_chunks(problem, bound.device, bound.chunk_size, context())
     choice = asked or select_cached(problem, bound.device)  # a hint: the backward may have room for shorter chunks only
     if forward is None or choice.plan is None or not (keep or choice.plan.kept):
@@ -248,7 +248,13 @@ def run_backward(
 @functools.lru_cache(maxsize=512)
 def _backward_problem(problem: Problem, final_state: bool) -> Problem:
     """What a backward's kernels are compiled for."""
-    return replace(problem, direction="bwd", final_state=final_state, intermediate_states=False).without_lengths()
+    return replace(_reverse(problem), final_state=final_state).without_lengths()
+
+
+@functools.lru_cache(maxsize=512)
+def _reverse(problem: Problem) -> Problem:
+    """The problem of a call's backward: remembered, since to make it takes the host 15 us."""
+    return replace(problem, direction="bwd", intermediate_states=False)
 
 
 def run_reference(bound: BoundCall, a: Args) -> Any:

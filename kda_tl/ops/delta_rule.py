@@ -38,8 +38,8 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
         same_dtype=("q", "k", "v"),
         renamed={"transpose_state_layout": "state_v_first"},
         check=functools.partial(_check, scalar_gate=scalar_gate),
-        find_bounds=functools.partial(_find_bounds, scalar_gate=scalar_gate),
-        assume_bounds=functools.partial(_assume_bounds, scalar_gate=scalar_gate),
+        find_bounds=functools.partial(_find_bounds, scalar_gate),
+        assume_bounds=functools.partial(_assume_bounds, scalar_gate),
         pose=functools.partial(_pose, name=function.__name__, scalar_gate=scalar_gate),
         numbers=_find_numbers,
         shapes=_find_shapes,
@@ -52,7 +52,7 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
     )
 
 
-def _find_bounds(a: Args, *, scalar_gate: bool) -> Bounds:
+def _find_bounds(scalar_gate: bool, a: Args) -> Bounds:
     if a.cu_seqlens is None:
         if a.cu_seqlens_cpu is not None:
             raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
@@ -64,10 +64,10 @@ def _find_bounds(a: Args, *, scalar_gate: bool) -> Bounds:
     return packed_bounds(a.cu_seqlens, a.cu_seqlens_cpu, a.q.shape[1])
 
 
-def _assume_bounds(a: Args, *, scalar_gate: bool) -> Bounds:
+def _assume_bounds(scalar_gate: bool, a: Args) -> Bounds:
     """As many sequences as the call has; their lengths may be on the device, where only the call itself reads them."""
     if a.cu_seqlens is None:
-        return _find_bounds(a, scalar_gate=scalar_gate)
+        return _find_bounds(scalar_gate, a)
     return *[0] * max(a.cu_seqlens.numel() - 1, 1), a.q.shape[1]
 
 
