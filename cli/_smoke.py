@@ -36,7 +36,7 @@ def run_stage(device: Device) -> str:
         "g": g,
         "A_log": None,
         "dt_bias": None,
-        "chunk_tokens": layout.chunk_tokens,
+        "chunk_tokens": layout.tables["chunk_tokens"],
         "lower_bound": -5.0,
     }
     begin = time.perf_counter()

@@ -150,7 +150,7 @@ def _compilers() -> Iterator[Check]:
     else:
         hint = "install g++ (Debian, Ubuntu: apt install g++) or clang++; until then the CPU runs plain PyTorch"
         yield Check(name="C++ compiler", state=MISSING, found="none", hint=hint)
-    probe = Device(kind="cuda", slug="", arch="", sm=0, num_sms=0, smem_bytes=0)
+    probe = Device(slug="", arch="sm_0", num_sms=0, smem_bytes=0)
     nvcc = find_compiler(probe)
     if nvcc:
         yield Check(name="nvcc", state=OK, found=f"{nvcc}, {_version(nvcc)}")

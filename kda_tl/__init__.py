@@ -1,7 +1,5 @@
 """kda_tl: TileLang kernels for Kimi Delta Attention and its family, tuned per GPU and dispatched at call time."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

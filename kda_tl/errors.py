@@ -1,7 +1,5 @@
 """Exceptions of kda_tl: every user error is one of these, with a sentence that says what to do instead."""
 
-from __future__ import annotations
-
 
 class KdaTlError(Exception):
     """Base of all errors raised by kda_tl."""

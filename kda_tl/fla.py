@@ -6,8 +6,6 @@
 Source: FLA v0.6.0 ``fla/backends.py`` (the registry), ``fla/ops/*/chunk.py`` (the arguments).
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -15,8 +15,6 @@ Source: Kimi Linear, arXiv:2510.26692 (recurrence); gates, l2norm and head group
 flash-linear-attention v0.6.0 (``fla/ops/kda/{naive,gate,chunk}.py``, ``fla/modules/norm/l2norm.py``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

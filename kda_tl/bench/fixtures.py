@@ -4,8 +4,6 @@ Inputs to time come from running the workload once with default configs; inputs 
 them, from running the stages' references in float64 on a trimmed twin. Nothing big crosses a process boundary.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -85,7 +83,7 @@ def _flatten_inputs(workload: Workload, device: torch.device, seed: int) -> dict
     if workload.direction == "bwd":
         dims = (workload.V, workload.K) if workload.state_v_first else (workload.K, workload.V)
         state = torch.empty(len(workload.bounds) - 1, workload.HV, *dims, device=device)
-        tensors["do"], tensors["dht"] = draw_gradients(getattr(a, operator.like).flatten(0, 1), state, seed)
+        tensors["do"], tensors["dht"] = draw_gradients(a.v.flatten(0, 1), state, seed)
     for name, shape in operand_shapes(problem).items():
         if tensors.get(name) is not None:
             tensors[name] = tensors[name].view(shape)

@@ -4,8 +4,6 @@ A cold cache is what a kernel of a pass sees, so a buffer larger than the device
 repetition, outside the timed region.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics
@@ -70,31 +68,26 @@ def time_launch(launch: Launch, device: torch.device, *, reps: int, warmup: int 
     clear = _flusher(device) if flush else lambda: None
     for _ in range(warmup):
         launch()
-    if device.type == "cuda":
-        return _time_by_events(launch, clear, reps)
-    samples = []
-    for _ in range(reps):
-        clear()
-        samples.append(_time_by_clock(launch))
-    return samples
-
-
-def _time_by_clock(launch: Launch) -> float:
-    begin = time.perf_counter()
-    launch()
-    return (time.perf_counter() - begin) * 1e6
-
-
-def _time_by_events(launch: Launch, clear: Launch, reps: int) -> list[float]:
-    """Events are read after the last repetition: the host runs ahead, so its time is not measured."""
+    if device.type != "cuda":
+        samples = []
+        for _ in range(reps):
+            clear()
+            samples.append(_time_by_clock(launch))
+        return samples
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(reps)]
     for begin, end in events:
         clear()
         begin.record()
         launch()
         end.record()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # events are read at the end: the host runs ahead, so its time is not measured
     return [begin.elapsed_time(end) * 1e3 for begin, end in events]
+
+
+def _time_by_clock(launch: Launch) -> float:
+    begin = time.perf_counter()
+    launch()
+    return (time.perf_counter() - begin) * 1e6
 
 
 _flush_buffers: dict[torch.device, torch.Tensor] = {}
@@ -192,7 +185,10 @@ def read_gpu_state(index: int = 0) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # no driver, no permission: all mean unknown
         pynvml.nvmlInit()
         try:
-            handle = _find_handle(pynvml, index)
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            with contextlib.suppress(Exception):  # it counts all GPUs of the machine, CUDA those that are visible
+                uuid = torch.cuda.get_device_properties(index).uuid
+                handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             state["gpu"] = pynvml.nvmlDeviceGetName(handle)
             state["driver"] = pynvml.nvmlSystemGetDriverVersion()
             state["sm_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -200,10 +196,3 @@ def read_gpu_state(index: int = 0) -> dict[str, Any]:
         finally:
             pynvml.nvmlShutdown()
     return state
-
-
-def _find_handle(nvml: Any, index: int) -> Any:
-    """NVML counts all GPUs of the machine, CUDA those that are visible: only the UUID means the same to both."""
-    with contextlib.suppress(Exception):
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-    return nvml.nvmlDeviceGetHandleByIndex(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,40 +23,28 @@ _GRADIENT_SEEDS = 1 << 31  # away from the seeds of inputs: do would else be the
 class Workload:
     """One pass of an operator with a name: l2norm and gate in the kernels, final state written.
 
-    Attributes:
-        name: unique, as passed to ``--workload``.
-        B: sequences of T tokens each; 1 for packed sequences.
-        T: tokens a sequence; the sum of ``lengths`` for packed sequences.
-        H, HV, K, V: as :class:`~kda_tl.core.problem.Problem` has them, HV = H unless given.
-        dtype: element type of q, k, v, g and beta: bf16, fp16 or fp32.
-        gate: "log", "softplus" or "safe" (lower_bound -5).
-        decay: "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens).
-        lengths: tokens of each packed sequence; empty for a dense batch.
-        beta, initial_state, state_v_first, operator: as Problem has them.
-        direction: "fwd", or "bwd" for the gradients of the same call.
-        tags: groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with
-            other implementations; "train" and "train-cpu" for the backward.
-
-    Raises:
-        InputError: a field is outside its range.
+    H, HV, K, V, beta, initial_state, state_v_first and operator are as :class:`~kda_tl.core.problem.Problem` has them.
+    Raises InputError if a field is outside its range.
     """
 
-    name: str
-    B: int = 1
-    T: int = 0
+    name: str  # unique, as passed to ``--workload``
+    B: int = 1  # sequences of T tokens each; 1 for packed sequences
+    T: int = 0  # tokens a sequence; the sum of ``lengths`` for packed sequences
     H: int
-    HV: int = 0
+    HV: int = 0  # H unless given
     K: int = 128
     V: int = 128
-    dtype: str = "bf16"
-    gate: str = "safe"
-    decay: str = "steep"
-    lengths: tuple[int, ...] = ()
+    dtype: str = "bf16"  # element type of q, k, v, g and beta: bf16, fp16 or fp32
+    gate: str = "safe"  # "log", "softplus" or "safe" (lower_bound -5)
+    decay: str = "steep"  # "steep" (about -3.5 nats a token) or "slow" (a state survives thousands of tokens)
+    lengths: tuple[int, ...] = ()  # tokens of each packed sequence; empty for a dense batch
     beta: str = "sigmoid"
     initial_state: bool = False
     state_v_first: bool = False
     operator: str = "chunk_kda"
-    direction: str = "fwd"
+    direction: str = "fwd"  # or "bwd" for the gradients of the same call
+    # Groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with other
+    # implementations; "train" and "train-cpu" for the backward
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,27 +83,17 @@ class Workload:
 
     def problem(self) -> Problem:
         """What the operator makes of :meth:`inputs`, in its forward or its backward."""
+        shared: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Problem) if hasattr(self, f.name)}
         return Problem(
-            H=self.H,
-            HV=self.HV,
-            K=self.K,
-            V=self.V,
-            tokens=self.tokens,
+            **shared,
             sequences=len(self.lengths) or self.B,
             longest=max(self.lengths, default=self.T),
-            dtype=self.dtype,
-            gate=self.gate,
             has_A_log=self.gate != "log",
             has_dt_bias=self.gate != "log",
-            beta=self.beta,
             l2norm=True,
             varlen=bool(self.lengths),
-            initial_state=self.initial_state,
             final_state=True,
-            state_v_first=self.state_v_first,
             scalar_gate=self.declaration.scalar_gate,
-            operator=self.operator,
-            direction=self.direction,
         )
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
@@ -158,62 +136,46 @@ _EVEN = (1024,) * 8
 _SOFTPLUS: dict[str, Any] = {"gate": "softplus", "decay": "slow"}
 _ON_CPU: dict[str, Any] = {"T": 192, "H": 2, "dtype": "fp32"}
 
-_TRAINED: dict[str, dict[str, Any]] = {
-    "T8192-H32": {"T": 8192, "H": 32},
-    "T8192-H64": {"T": 8192, "H": 64},
-    "T8192-H96": {"T": 8192, "H": 96},
-    "T32768-H8": {"T": 32768, "H": 8},
-    "packed-8x1024-H32": {"lengths": _EVEN, "H": 32},
+# A line makes a workload of each gate that keeps one of its tags; "train" makes one of each gate's backward
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "T512-H32": ("small", {"T": 512, "H": 32}),
+    "T1024-H8": ("tune", {"T": 1024, "H": 8}),
+    "T1024-H32": ("tune small", {"T": 1024, "H": 32}),
+    "T1024-H64": ("tune", {"T": 1024, "H": 64}),
+    "T1024-H96": ("tune", {"T": 1024, "H": 96}),
+    "T8192-H8": ("tune", {"T": 8192, "H": 8}),
+    "T8192-H32": ("tune bench forward train", {"T": 8192, "H": 32}),
+    "T8192-H64": ("tune bench forward train", {"T": 8192, "H": 64}),
+    "T8192-H96": ("tune bench forward train", {"T": 8192, "H": 96}),
+    "T32768-H8": ("tune forward train", {"T": 32768, "H": 8}),
+    "packed-8x1024-H32": ("train", {"lengths": _EVEN, "H": 32}),
+    "packed-H64": ("tune forward", {"lengths": _PACKED, "H": 64}),
+    "B8-T1024-H96": ("tune forward", {"B": 8, "T": 1024, "H": 96}),
+    "packed-8x1024-H96": ("tune forward", {"lengths": _EVEN, "H": 96}),
+}
+# Tags that it keeps, tags of its backward, fields. Slow decays are another measurement of the safe gate's plans
+_GATES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "safe": ("tune bench forward small", ("train", "training"), {}),
+    "slow": ("bench forward", ("training",), {"decay": "slow"}),
+    "softplus": ("tune bench forward", ("train", "training"), _SOFTPLUS),
 }
 
-# Slow decays are another measurement of the safe gate's plans
-_TRAINED_GATES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("", {}, ("train", "training")),
-    ("slow-", {"decay": "slow"}, ("training",)),
-    ("softplus-", _SOFTPLUS, ("train", "training")),
-)
-
 WORKLOADS: tuple[Workload, ...] = (
-    Workload(name="safe-T512-H32", T=512, H=32, tags=("small",)),
-    Workload(name="safe-T1024-H8", T=1024, H=8, tags=("tune",)),
-    Workload(name="safe-T1024-H32", T=1024, H=32, tags=("tune", "small")),
-    Workload(name="safe-T1024-H64", T=1024, H=64, tags=("tune",)),
-    Workload(name="safe-T1024-H96", T=1024, H=96, tags=("tune",)),
-    Workload(name="safe-T8192-H8", T=8192, H=8, tags=("tune",)),
-    Workload(name="safe-T8192-H32", T=8192, H=32, tags=("tune", "bench", "forward")),
-    Workload(name="safe-T8192-H64", T=8192, H=64, tags=("tune", "bench", "forward")),
-    Workload(name="safe-T8192-H96", T=8192, H=96, tags=("tune", "bench", "forward")),
-    Workload(name="safe-T32768-H8", T=32768, H=8, tags=("tune", "forward")),
-    Workload(name="safe-packed-H64", lengths=_PACKED, H=64, tags=("tune", "forward")),
-    Workload(name="safe-B8-T1024-H96", B=8, T=1024, H=96, tags=("tune", "forward")),
-    Workload(name="safe-packed-8x1024-H96", lengths=_EVEN, H=96, tags=("tune", "forward")),
-    Workload(name="slow-T8192-H32", T=8192, H=32, decay="slow", tags=("bench", "forward")),
-    Workload(name="slow-T8192-H64", T=8192, H=64, decay="slow", tags=("bench", "forward")),
-    Workload(name="slow-T8192-H96", T=8192, H=96, decay="slow", tags=("bench", "forward")),
-    Workload(name="slow-T32768-H8", T=32768, H=8, decay="slow", tags=("forward",)),
-    Workload(name="slow-packed-H64", lengths=_PACKED, H=64, decay="slow", tags=("forward",)),
-    Workload(name="slow-B8-T1024-H96", B=8, T=1024, H=96, decay="slow", tags=("forward",)),
-    Workload(name="slow-packed-8x1024-H96", lengths=_EVEN, H=96, decay="slow", tags=("forward",)),
-    Workload(name="softplus-T1024-H8", T=1024, H=8, **_SOFTPLUS, tags=("tune",)),
-    Workload(name="softplus-T1024-H32", T=1024, H=32, **_SOFTPLUS, tags=("tune",)),
-    Workload(name="softplus-T1024-H64", T=1024, H=64, **_SOFTPLUS, tags=("tune",)),
-    Workload(name="softplus-T1024-H96", T=1024, H=96, **_SOFTPLUS, tags=("tune",)),
-    Workload(name="softplus-T8192-H8", T=8192, H=8, **_SOFTPLUS, tags=("tune",)),
-    Workload(name="softplus-T8192-H32", T=8192, H=32, **_SOFTPLUS, tags=("tune", "bench", "forward")),
-    Workload(name="softplus-T8192-H64", T=8192, H=64, **_SOFTPLUS, tags=("tune", "bench", "forward")),
-    Workload(name="softplus-T8192-H96", T=8192, H=96, **_SOFTPLUS, tags=("tune", "bench", "forward")),
-    Workload(name="softplus-T32768-H8", T=32768, H=8, **_SOFTPLUS, tags=("tune", "forward")),
-    Workload(name="softplus-packed-H64", lengths=_PACKED, H=64, **_SOFTPLUS, tags=("tune", "forward")),
-    Workload(name="softplus-B8-T1024-H96", B=8, T=1024, H=96, **_SOFTPLUS, tags=("tune", "forward")),
-    Workload(name="softplus-packed-8x1024-H96", lengths=_EVEN, H=96, **_SOFTPLUS, tags=("tune", "forward")),
+    *(
+        Workload(name=f"{gate}-{name}", tags=tags, **fields, **shape)
+        for gate, (kept, _, fields) in _GATES.items()
+        for name, (groups, shape) in _SHAPES.items()
+        if (tags := tuple(tag for tag in groups.split() if tag in kept.split()))
+    ),
     Workload(name="safe-T8192-H16-K256", T=8192, H=16, K=256, V=256, tags=("wide",)),
     Workload(name="softplus-T8192-H16-K256", T=8192, H=16, K=256, V=256, **_SOFTPLUS, tags=("wide",)),
     Workload(name="cpu-safe-K32", K=32, V=32, tags=("cpu",), **_ON_CPU),
     Workload(name="cpu-softplus-K64", K=64, V=64, gate="softplus", tags=("cpu",), **_ON_CPU),
     *(
-        Workload(name=f"train-{prefix}{name}", direction="bwd", tags=tags, **gate, **shape)
-        for prefix, gate, tags in _TRAINED_GATES
-        for name, shape in _TRAINED.items()
+        Workload(name=f"train-{gate}-{name}".replace("-safe", ""), direction="bwd", tags=tags, **fields, **shape)
+        for gate, (_, tags, fields) in _GATES.items()
+        for name, (groups, shape) in _SHAPES.items()
+        if "train" in groups.split()
     ),
     Workload(name="train-packed-H64", lengths=_PACKED, H=64, direction="bwd", tags=("train",)),
     Workload(name="train-cpu-safe-K32", K=32, V=32, direction="bwd", tags=("train-cpu",), **_ON_CPU),

@@ -3,37 +3,31 @@
 No code branches on a GPU's name; aliases such as ``h100`` are data in ``tuning_db/gpus.json``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
 import platform
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A compilation and execution target.
+    """A compilation and execution target."""
 
-    Attributes:
-        kind: "cuda" or "cpu".
-        slug: normalised product name, the folder in tuning_db: ``nvidia_h200``, ``cpu``.
-        arch: compiler architecture: ``sm_90a``, or the processor's (``x86_64``).
-        sm: compute capability times ten (90), 0 on a CPU.
-        num_sms: multiprocessors (on a CPU: 1, the C target runs on one core).
-        smem_bytes: shared memory one thread block may use.
-    """
+    kind: str = field(init=False)  # "cuda" or "cpu"
+    slug: str  # normalised product name, the folder in tuning_db: ``nvidia_h200``, ``cpu``
+    arch: str  # compiler architecture: ``sm_90a``, or the processor's (``x86_64``)
+    sm: int = field(init=False)  # compute capability times ten (90), 0 on a CPU
+    num_sms: int  # multiprocessors (on a CPU: 1, the C target runs on one core)
+    smem_bytes: int  # shared memory one thread block may use
 
-    kind: str
-    slug: str
-    arch: str
-    sm: int
-    num_sms: int
-    smem_bytes: int
+    def __post_init__(self) -> None:
+        capability = re.match(r"sm_(\d+)", self.arch)
+        object.__setattr__(self, "kind", "cuda" if capability else "cpu")
+        object.__setattr__(self, "sm", int(capability[1]) if capability else 0)
 
     @property
     def target(self) -> Any:
@@ -48,7 +42,7 @@ def normalise_gpu_name(name: str) -> str:
 
 def cpu_device() -> Device:
     """TileLang's C target on this processor."""
-    return Device(kind="cpu", slug="cpu", arch=platform.machine(), sm=0, num_sms=1, smem_bytes=0)
+    return Device(slug="cpu", arch=platform.machine(), num_sms=1, smem_bytes=0)
 
 
 @functools.cache
@@ -58,10 +52,8 @@ def cuda_device(index: int = 0) -> Device:
 
     props = torch.cuda.get_device_properties(index)
     return Device(
-        kind="cuda",
         slug=normalise_gpu_name(props.name),
         arch=f"sm_{props.major}{props.minor}" + ("a" if props.major >= 9 else ""),  # Hopper's own instructions need "a"
-        sm=props.major * 10 + props.minor,
         num_sms=props.multi_processor_count,
         smem_bytes=getattr(props, "shared_memory_per_block_optin", 48 * 1024),
     )
@@ -80,13 +72,9 @@ def find_compiler(device: Device) -> str | None:
     For CUDA: ``$CUDA_HOME/bin/nvcc``, ``nvcc`` on the PATH, or the ``nvidia-cuda-nvcc`` wheel. For the CPU: a C++
     compiler (``$CXX``, ``g++``, ``clang++``), which is what TileLang calls for its C target.
     """
-    if device.kind == "cuda":
-        return _find_nvcc()
-    names = [os.environ.get("CXX", ""), "g++", "clang++"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
-
-
-def _find_nvcc() -> str | None:
+    if device.kind == "cpu":
+        names = [os.environ.get("CXX", ""), "g++", "clang++"]
+        return next((path for name in names if name and (path := shutil.which(name))), None)
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     candidates = [os.path.join(home, "bin", "nvcc") for home in homes if home]
     candidates.append(shutil.which("nvcc") or "")

@@ -1,7 +1,5 @@
 """Element types by the names that problems and records use."""
 
-from __future__ import annotations
-
 import torch
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}

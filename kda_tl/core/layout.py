@@ -3,11 +3,9 @@
 Tables are made on the host and copied once per distinct layout; both caches are bounded.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,42 +15,25 @@ from kda_tl.core.plain import check_memory
 from kda_tl.errors import InputError
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(NamedTuple):
     """Chunks of a batch, and the segments that its sequences are cut into.
 
     Attributes:
-        chunk_tokens: int32 [NT, 2], first token (flattened over the batch) and token count of each chunk.
-        seq_chunks: int32 [N + 1], chunks of sequence n are seq_chunks[n] to seq_chunks[n + 1].
-        segments: int32 [NS, 4], first chunk and chunk count of each segment, the sequence that starts with it or -1,
-            and the sequence that ends with it or -1. Those that end no sequence come first, a sequence's in their
-            order; the others follow, the longest first.
-        seq_segments: int32 [N, 3], of each sequence the first of its segments that do not end it, their count, and
-            the segment that ends it.
-        tokens, NT, N, NS: numbers of tokens, chunks, sequences and segments.
-        NC: number of segments that end no sequence, but at least 1: so many rows has what is kept of them.
+        tables: int32, by the names under which pipelines take them.
+            chunk_tokens: [NT, 2], first token (flattened over the batch) and token count of each chunk.
+            seq_chunks: [N + 1], chunks of sequence n are seq_chunks[n] to seq_chunks[n + 1].
+            segments: [NS, 4], first chunk and chunk count of each segment, the sequence that starts with it or -1, and
+                the sequence that ends with it or -1. Those that end no sequence come first, a sequence's in their
+                order; the others follow, the longest first.
+            seq_segments: [N, 3], of each sequence the first of its segments that do not end it, their count, and the
+                segment that ends it.
+        sizes: what kernels are launched with: tokens, NT, N and NS, the numbers of tokens, chunks, sequences and
+            segments, and NC, that of segments that end no sequence, but at least 1: so many rows has what is kept of
+            them.
     """
 
-    chunk_tokens: torch.Tensor
-    seq_chunks: torch.Tensor
-    segments: torch.Tensor
-    seq_segments: torch.Tensor
-    tokens: int
-    NT: int
-    N: int
-    NS: int
-    NC: int
-
-    @property
-    def tables(self) -> dict[str, torch.Tensor]:
-        """The tables by the names under which pipelines take them."""
-        names = ("chunk_tokens", "seq_chunks", "segments", "seq_segments")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What kernels are launched with."""
-        return {name: getattr(self, name) for name in ("tokens", "NT", "N", "NS", "NC")}
+    tables: dict[str, torch.Tensor]
+    sizes: dict[str, int]
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,18 +56,15 @@ def make_layout(bounds: tuple[int, ...], BT: int, device: torch.device, segments
         "segments": pieces,
         "seq_segments": seq_segments,
     }
+    NT, N, NS = len(sequence), len(chunks), len(pieces)
     return Layout(
-        **{name: torch.from_numpy(table.astype(np.int32)).to(device) for name, table in tables.items()},
-        tokens=int(edges[-1]),
-        NT=len(sequence),
-        N=len(chunks),
-        NS=len(pieces),
-        NC=max(1, len(pieces) - len(chunks)),
+        {name: torch.from_numpy(table.astype(np.int32)).to(device) for name, table in tables.items()},
+        {"tokens": int(edges[-1]), "NT": NT, "N": N, "NS": NS, "NC": max(1, NS - N)},
     )
 
 
 def _cut_sequences(seq_chunks: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tables ``segments`` and ``seq_segments`` of :class:`Layout`; a sequence's segments differ by at most a chunk."""
+    """The tables ``segments`` and ``seq_segments``; a sequence's segments differ by at most a chunk."""
     chunks = np.diff(seq_chunks)
     longest = max(1, -(-int(seq_chunks[-1]) // segments))
     counts = np.maximum(1, -(-chunks // longest))

@@ -1,7 +1,5 @@
 """Packages that kda_tl needs, imported when they are used: one that is missing or broken is told in a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

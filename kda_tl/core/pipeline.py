@@ -33,17 +33,11 @@ Launch = Callable[[Stage, dict[str, Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Flow:
-    """What a pipeline launches for a problem.
+    """What a pipeline launches for a problem."""
 
-    Attributes:
-        stages: in launch order.
-        frees: for each stage the tensors that nothing needs after it.
-        results: names of the tensors that are returned.
-    """
-
-    stages: tuple[Stage, ...]
-    frees: tuple[tuple[str, ...], ...]
-    results: tuple[str, ...]
+    stages: tuple[Stage, ...]  # in launch order
+    frees: tuple[tuple[str, ...], ...]  # for each stage the tensors that nothing needs after it
+    results: tuple[str, ...]  # names of the tensors that are returned
 
     def run(self, launch: Launch, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The results by name; a stage is launched after the other, and a tensor is let go after its last reader.
@@ -61,22 +55,16 @@ class Flow:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One way to compute a pass.
+    """One way to compute a pass."""
 
-    Attributes:
-        name: as stored in plans.
-        direction: "fwd" or "bwd".
-        stages: in launch order.
-        residuals: of a backward, the tensors that spare it its first stages if the forward kept them. Chunks of both
-            passes must then be cut alike: residuals lie chunk by chunk.
-        segments: that all chunks of a batch would make if they were one sequence: sequences longer than such a segment
-            are cut. Kernels do not depend on it, only the chunk tables do.
-    """
-
-    name: str
-    direction: str
-    stages: tuple[Stage, ...]
+    name: str  # as stored in plans
+    direction: str  # "fwd" or "bwd"
+    stages: tuple[Stage, ...]  # in launch order
+    # Of a backward, the tensors that spare it its first stages if the forward kept them. Chunks of both passes must
+    # then be cut alike: residuals lie chunk by chunk.
     residuals: tuple[str, ...] = ()
+    # That all chunks of a batch would make if they were one sequence: sequences longer than such a segment are cut.
+    # Kernels do not depend on it, only the chunk tables do.
     segments: int = 1
 
     def flow(self, problem: Problem, results: Sequence[str] | None = None, given: Sequence[str] = ()) -> Flow:

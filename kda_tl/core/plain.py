@@ -6,8 +6,6 @@ operator, which PyTorch then fakes, traces or hands to whoever watches, or it is
 their type, but have no memory of their own, are refused where their address is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -166,14 +164,8 @@ def check_saved(names: tuple[str, ...], saved: tuple[Tensor | None, ...], saved_
     found = describe(saved)
     if found != saved_as:
         name, now, then = next(x for x in zip(names, found, saved_as, strict=True) if x[1] != x[2])
+        was, now_is = ("absent" if x is None else f"{x[1]} {list(x[0])} on {x[2]}" for x in (then, now))
         raise InputError(
-            f"{name} was {_text(then)} in the forward, but autograd gives back {_text(now)}: leave its .data alone"
+            f"{name} was {was} in the forward, but autograd gives back {now_is}: leave its .data alone"
             " until the backward, and let hooks on saved tensors return what they were given."
         )
-
-
-def _text(described: tuple[torch.Size, torch.dtype, torch.device] | None) -> str:
-    if described is None:
-        return "absent"
-    shape, dtype, device = described
-    return f"{dtype} {list(shape)} on {device}"

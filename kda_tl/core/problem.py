@@ -11,6 +11,8 @@ GATES = ("log", "softplus", "safe")
 BETAS = ("plain", "sigmoid", "sigmoid2")
 DIRECTIONS = ("fwd", "bwd")
 RANKS = (1, 2, 4)
+_CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "g_dtype": DTYPES, "beta_dtype": DTYPES}
+_CHOICES |= {"gate": GATES, "beta": BETAS, "direction": DIRECTIONS, "rank": RANKS}
 MAX_HEAD_DIM = 256
 LOWER_BOUND_RANGE = (-5.0, 0.0)  # FLA's range: 16 tokens of exp(-5) still fit an fp32 exponent
 
@@ -28,62 +30,37 @@ def pad_dim(dim: int) -> int:
 class Problem:
     """One call of an operator, as far as it can influence which kernels run.
 
-    Attributes:
-        H: number of query/key heads.
-        HV: number of value heads, a multiple of H (grouped value attention if larger).
-        K: key head dimension, 1 to 256.
-        V: value head dimension, 1 to 256.
-        tokens: total tokens, B * T.
-        sequences: number of sequences, B, or len(cu_seqlens) - 1.
-        longest: tokens of the longest sequence.
-        dtype: element type of q, k, v and o: bf16, fp16 or fp32.
-        gate: "log" (g is the log decay), "softplus" (-exp(A_log) * softplus(g + dt_bias)) or
-            "safe" (lower_bound * sigmoid(exp(A_log) * (g + dt_bias))).
-        has_A_log: A_log is given (always, for "softplus").
-        has_dt_bias: dt_bias is given.
-        beta: "plain", "sigmoid" or "sigmoid2" (2 * sigmoid).
-        l2norm: q and k are normalised over K in the kernels.
-        varlen: sequences are packed by cu_seqlens.
-        initial_state: a state before the first token is given.
-        final_state: the state after the last token is returned.
-        intermediate_states: the states before every chunk are returned.
-        state_v_first: states are [V, K] instead of [K, V].
-        g_dtype: element type of g.
-        beta_dtype: element type of beta.
-        scalar_gate: a value head has one gate for all its key channels (Gated DeltaNet), not one a channel.
-        rank: rows a token, 1, 2 or 4: keys and values with which one token corrects the state at once, see
-            :func:`kda_tl.reference.recurrent_kda`. Tokens and lengths are then counted in rows.
-        operator: which operator.
-        direction: "fwd" or "bwd", the pass.
-
-    Raises:
-        InputError: a field is outside its range.
+    Raises InputError if a field is outside its range.
     """
 
-    H: int
-    HV: int
-    K: int
-    V: int
-    tokens: int
-    sequences: int = 1
-    longest: int = 0
-    dtype: str = "bf16"
+    H: int  # query/key heads
+    HV: int  # value heads, a multiple of H (grouped value attention if larger)
+    K: int  # key head dimension, 1 to 256
+    V: int  # value head dimension, 1 to 256
+    tokens: int  # in all, B * T
+    sequences: int = 1  # B, or len(cu_seqlens) - 1
+    longest: int = 0  # tokens of the longest sequence
+    dtype: str = "bf16"  # element type of q, k, v and o: bf16, fp16 or fp32
+    # "log" (g is the log decay), "softplus" (-exp(A_log) * softplus(g + dt_bias)) or
+    # "safe" (lower_bound * sigmoid(exp(A_log) * (g + dt_bias)))
     gate: str = "log"
-    has_A_log: bool = False
+    has_A_log: bool = False  # A_log is given (always, for "softplus")
     has_dt_bias: bool = False
-    beta: str = "plain"
-    l2norm: bool = False
-    varlen: bool = False
-    initial_state: bool = False
-    final_state: bool = False
-    intermediate_states: bool = False
-    state_v_first: bool = False
-    g_dtype: str = ""
-    beta_dtype: str = ""
-    scalar_gate: bool = False
+    beta: str = "plain"  # "plain", "sigmoid" or "sigmoid2" (2 * sigmoid)
+    l2norm: bool = False  # q and k are normalised over K in the kernels
+    varlen: bool = False  # sequences are packed by cu_seqlens
+    initial_state: bool = False  # a state before the first token is given
+    final_state: bool = False  # the state after the last token is returned
+    intermediate_states: bool = False  # the states before every chunk are returned
+    state_v_first: bool = False  # states are [V, K] instead of [K, V]
+    g_dtype: str = ""  # element type of g, as dtype unless given
+    beta_dtype: str = ""  # element type of beta, as dtype unless given
+    scalar_gate: bool = False  # a value head has one gate for all its key channels (Gated DeltaNet), not one a channel
+    # Rows a token, 1, 2 or 4: keys and values with which one token corrects the state at once, see
+    # kda_tl.reference.recurrent_kda. Tokens and lengths are then counted in rows.
     rank: int = 1
     operator: str = "chunk_kda"
-    direction: str = "fwd"
+    direction: str = "fwd"  # or "bwd": the pass
 
     def __post_init__(self) -> None:
         set_default = object.__setattr__
@@ -94,24 +71,15 @@ class Problem:
         if not self.beta_dtype:
             set_default(self, "beta_dtype", self.dtype)
         for name in ("H", "HV", "K", "V"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, size in (("K", self.K), ("V", self.V)):
-            if size > MAX_HEAD_DIM:
+            if (size := getattr(self, name)) < 1:
+                raise InputError(f"{name} must be at least 1, got {size}.")
+            if size > MAX_HEAD_DIM and name in "KV":
                 raise InputError(f"head dimension {name}={size} is not supported: pass {MAX_HEAD_DIM} or less.")
         if self.HV % self.H:
             raise InputError(
                 f"HV={self.HV} value heads cannot share H={self.H} query/key heads: make HV a multiple of H."
             )
-        for name, allowed in (
-            ("dtype", DTYPES),
-            ("g_dtype", DTYPES),
-            ("beta_dtype", DTYPES),
-            ("gate", GATES),
-            ("beta", BETAS),
-            ("direction", DIRECTIONS),
-            ("rank", RANKS),
-        ):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}.")
         if self.gate == "softplus" and not self.has_A_log:

@@ -5,8 +5,6 @@ Kernels are then kept in a temporary folder, which the processes that this one s
 one ends. A folder that can only be read still serves the kernels it holds.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -78,14 +76,10 @@ def cache_refusal() -> str:
 def ensure_cache() -> None:
     """Sees to it that TileLang has the folders it makes when it is imported: if need be other ones, with a warning."""
     try:
-        _make_folders()
+        for folder in (cache_directory(), *cache_folders()):  # an empty name is refused as TileLang does
+            os.makedirs(folder, exist_ok=True)
     except OSError as error:
         replace_cache(error)
-
-
-def _make_folders() -> None:
-    for folder in (cache_directory(), *cache_folders()):  # an empty name is refused as TileLang does
-        os.makedirs(folder, exist_ok=True)
 
 
 def cache_folders() -> tuple[str, str]:
@@ -135,10 +129,12 @@ def replace_cache(error: OSError) -> None:
     _refused = reason
     kept, _ = cache_folders()
     os.environ[CACHE_VARIABLE] = folder  # which is read for each kernel
-    _make_folders()
+    kernels, staging = cache_folders()
+    for made in (kernels, staging):
+        os.makedirs(made, exist_ok=True)
     with contextlib.suppress(OSError):
         for name in os.listdir(kept):
-            os.symlink(os.path.join(kept, name), os.path.join(cache_folders()[0], name))
+            os.symlink(os.path.join(kept, name), os.path.join(kernels, name))
     atexit.register(_remove, folder, os.getpid())
     warnings.warn(
         f"kernels cannot be kept in {reason}, so every process compiles its own: set {CACHE_VARIABLE} to a "

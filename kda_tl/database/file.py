@@ -36,15 +36,7 @@ class Gpu:
 
     def as_device(self) -> Device:
         """The device of a block."""
-        sm = re.match(r"sm_(\d+)", self.arch)
-        return Device(
-            kind="cuda" if sm else "cpu",
-            slug=self.slug,
-            arch=self.arch,
-            sm=int(sm[1]) if sm else 0,
-            num_sms=self.sms,
-            smem_bytes=self.smem_bytes,
-        )
+        return Device(slug=self.slug, arch=self.arch, num_sms=self.sms, smem_bytes=self.smem_bytes)
 
 
 def migrate(values: Any) -> Any:

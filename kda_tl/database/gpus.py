@@ -3,8 +3,6 @@
 The names are data: ``tuning_db/gpus.json``, and every GPU that a source of the tuning database holds records of.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.resources
 import json

@@ -69,30 +69,17 @@ class TuningFile:
                 skipped.append(str(error))
             else:
                 entries[entry.key] = entry
-        return cls(
-            path=str(file),
-            gpu=document.gpu,
-            operator=document.operator,
-            direction=document.direction,
-            entries=entries,
-            skipped=tuple(skipped),
-        )
+        return cls(path=str(file), skipped=tuple(skipped), **document._asdict() | {"entries": entries})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Database:
-    """The tuning files under one directory, read once and never written; compared by identity.
+    """The tuning files under one directory, read once and never written; compared by identity."""
 
-    Attributes:
-        name: what it is called in reasons: "overlay", "$KDA_TL_DB", "user", "packaged".
-        files: its usable files by (slug, operator, direction).
-        skipped: a sentence for each file or entry that was not usable.
-    """
-
-    name: str
+    name: str  # what it is called in reasons: "overlay", "$KDA_TL_DB", "user", "packaged"
     path: str
-    files: Mapping[tuple[str, str, str], TuningFile] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
+    files: Mapping[tuple[str, str, str], TuningFile] = field(default_factory=dict)  # by (slug, operator, direction)
+    skipped: tuple[str, ...] = ()  # a sentence for each file or entry that was not usable
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | Traversable, name: str) -> Database:
@@ -146,21 +133,14 @@ def read_document(file: Path | Traversable, folder: str) -> Document:
 
 
 class Hit(NamedTuple):
-    """An entry that may serve a problem.
+    """An entry that may serve a problem, and where it was found."""
 
-    Attributes:
-        step: "exact bucket", "nearest bucket" or "same architecture".
-        database, file: where it was found.
-        distance: :func:`measure_distance` of its key from the one that was looked up.
-        key, device: what was looked up.
-    """
-
-    step: str
+    step: str  # "exact bucket", "nearest bucket" or "same architecture"
     database: Database
     file: TuningFile
     entry: Entry
-    distance: float
-    key: Key
+    distance: float  # :func:`measure_distance` of its key from the one that was looked up
+    key: Key  # that was looked up, for this device
     device: Device
 
     @property

@@ -36,24 +36,18 @@ class Key(NamedTuple):
     A named tuple, as it is made on the call path: built and looked up in 1.1 us, against 2.9 as a frozen dataclass
     (Python 3.11, x86 CPU).
 
-    Attributes:
-        K, V, dtype, gate, group, varlen: as :class:`~kda_tl.core.problem.Problem` has them.
-        heads_bucket: :func:`round_heads` of the value heads.
-        tokens_bucket: :func:`round_tokens` of all tokens.
-        longest_bucket: :func:`round_tokens` of the longest sequence.
-        scalar_gate, rank: of the problem too. Records hold them where they are not the default.
     """
 
-    K: int
+    K: int  # this and the next five as :class:`~kda_tl.core.problem.Problem` has them
     V: int
     dtype: str
     gate: str
     group: int
     varlen: bool
-    heads_bucket: int
-    tokens_bucket: int
-    longest_bucket: int
-    scalar_gate: bool = False
+    heads_bucket: int  # :func:`round_heads` of the value heads
+    tokens_bucket: int  # :func:`round_tokens` of all tokens
+    longest_bucket: int  # :func:`round_tokens` of the longest sequence
+    scalar_gate: bool = False  # this and rank are of the problem too; records hold them where they are not the default
     rank: int = 1
 
     @classmethod
@@ -157,30 +151,21 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One tuned plan and how it was found.
+    """One tuned plan and how it was found."""
 
-    Attributes:
-        key: what it was tuned for.
-        plan: as written by :meth:`kda_tl.core.stage.Plan.as_dict`; treat it as read-only.
-        numerics: numerics class: plans of one class give the same bits.
-        time_us: its duration.
-        vs_default: its gain; over the default of the pipeline that ``provenance`` names, if it names one.
-        check: its error.
-        templates: stage name -> SHA-256 of the template's source and space when it was measured.
-        provenance: where, when and with which versions; see :func:`kda_tl.database.store.provenance`.
-        kernels: version of TileLang -> stage name -> :func:`kda_tl.runtime.compile.hash_kernel` of what was measured,
-            built for :meth:`Key.problem`. Another version generates other text, of which a hash says nothing. Empty in
-            records of schema 1 until ``kda-tl verify --static`` has seen them.
-    """
-
-    key: Key
-    plan: Mapping[str, Any] = field(hash=False)
-    numerics: str
+    key: Key  # what it was tuned for
+    plan: Mapping[str, Any] = field(hash=False)  # of :meth:`kda_tl.core.stage.Plan.as_dict`; treat it as read-only
+    numerics: str  # numerics class: plans of one class give the same bits
     time_us: Timing
-    vs_default: VsDefault
+    vs_default: VsDefault  # over the default of the pipeline that ``provenance`` names, if it names one
     check: Check
+    # stage name -> SHA-256 of the template's source and space when it was measured
     templates: Mapping[str, str] = field(hash=False)
+    # where, when and with which versions; see :func:`kda_tl.database.store.provenance`
     provenance: Mapping[str, Any] = field(hash=False)
+    # version of TileLang -> stage name -> :func:`kda_tl.runtime.compile.hash_kernel` of what was measured, built for
+    # :meth:`Key.problem`. Another version generates other text, of which a hash says nothing. Empty in records of
+    # schema 1 until ``kda-tl verify --static`` has seen them.
     kernels: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
 
     @classmethod

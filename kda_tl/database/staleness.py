@@ -4,8 +4,6 @@ Two hashes a stage tell: that of its sources, which a call compares, and that of
 lower. Sources that differ make a plan stale, unless ``kda-tl verify --static`` finds the kernels to be the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Sources, first in rank first: the ``with use(...)`` overlay, ``$KDA_TL_DB``, the user's database, the packaged one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.resources
@@ -29,22 +27,7 @@ from kda_tl.database.staleness import stale_stages
 from kda_tl.database.validation import validate
 from kda_tl.errors import DatabaseError, KdaTlWarning
 
-__all__ = [
-    "Database",
-    "Entry",
-    "Hit",
-    "Key",
-    "export",
-    "iter_hits",
-    "provenance",
-    "reload",
-    "sources",
-    "stale_stages",
-    "store",
-    "use",
-    "validate",
-    "writable_directory",
-]
+__all__ = ["Database", "Entry", "Hit", "Key", "iter_hits", "stale_stages", "validate"]  # passed on, beside its own
 
 ENVIRONMENT = "KDA_TL_DB"
 LOCK_TIMEOUT_S = 60.0

@@ -1,7 +1,5 @@
 """What is wrong with the files of a tuning database, in sentences."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import os

@@ -4,8 +4,6 @@ The forward keeps its inputs and nothing else, and the backward computes the int
 the backward's plan asks for it, the forward keeps those too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -29,7 +27,7 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundCall, compute: Compute, a: Args, *tensors: torch.Tensor | None) -> Any:
         operator = bound.operator
         ctx.set_materialize_grads(False)
-        ctx.bound, ctx.chosen = bound, choose_backward(bound, keep=bool(operator.asks(a, operator.keep)))
+        ctx.bound, ctx.chosen = bound, choose_backward(bound, keep=bool(a.disable_recompute))
         ctx.others = operator.pick_others(a)
         residuals: dict[str, torch.Tensor | None] = {}
         if ctx.chosen.residuals:

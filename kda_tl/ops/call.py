@@ -1,7 +1,5 @@
 """One call of an operator: from its arguments to the launches of a pass, and what earlier calls spare it."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -56,7 +54,7 @@ def bind_call(operator: Operator, a: Args) -> BoundCall:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
     try:
         signature = describe(operator.pick_operands(a))
-        packed = getattr(a, operator.packed) is not None
+        packed = a.cu_seqlens is not None
         key = (operator, signature, operator.pick_flags(a), packed, operator.find_bounds(a), context())
         found = _bound_calls.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no sizes: let the checks say it
@@ -74,22 +72,20 @@ def pose(operator: Operator, a: Args, bounds: Bounds) -> tuple[Problem, Device, 
     """The problem of a call, its device and the chunk size it asks for. Raises InputError for what cannot be used."""
     problem, first = operator.pose(a, bounds), operator.pick_operands(a)[0]
     device = cuda_device(first.device.index or 0) if first.is_cuda else cpu_device()
-    asked = operator.asks(a, operator.chunk_size)
-    return problem, device, asked or (DEFAULT_BT if problem.intermediate_states else None)
+    return problem, device, a.chunk_size or (DEFAULT_BT if problem.intermediate_states else None)
 
 
 def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds) -> BoundCall:
     """Chooses a plan and compiles it."""
     problem, device, chunk_size = pose(operator, a, bounds)
     choice, program = load_program(problem, device, chunk_size)
-    o = getattr(a, operator.like)
-    where = o.device
+    where, shape = a.v.device, tuple(a.v.shape)
     given = {name: x for name, x in zip(operator.operands, signature, strict=True) if x and problem.has(name)}
     constants: dict[str, Any] = dict.fromkeys(operator.operands.keys() - given.keys())
     constants |= operator.numbers(a)
     compute: Compute | None = None
     if program is not None and problem.tokens:
-        compute, tables = _bind(program, bounds, where, views=(("o", tuple(o.shape)),))
+        compute, tables = _bind(program, bounds, where, views=(("o", shape),))
         constants |= tables
     return BoundCall(
         operator=operator,
@@ -107,7 +103,7 @@ def _bind_new(operator: Operator, a: Args, signature: Signature, bounds: Bounds)
         widened=tuple(name for name in _WIDE if name in given and given[name][1] != torch.float32),
         shapes=tuple((name, shape) for name, shape in operand_shapes(problem).items() if name in given),
         constants=constants,
-        like=(tuple(o.shape), o.dtype),
+        like=(shape, a.v.dtype),
     )
 
 
@@ -186,7 +182,7 @@ def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
     With ``keep`` it begins from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so
     itself. Raises InputError if the pinned plan cuts others.
     """
-    problem, forward = replace(bound.problem, direction="bwd", intermediate_states=False), bound.choice.plan
+    problem, forward = _reverse(bound.problem), bound.choice.plan
     asked = bound.chunk_size and _choose_chunks(problem, bound.device, bound.chunk_size, context())
     choice = asked or select_cached(problem, bound.device)  # a hint: the backward may have room for shorter chunks only
     if forward is None or choice.plan is None or not (keep or choice.plan.kept):
@@ -196,11 +192,10 @@ def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
         if not keep:  # the plan would have them, the caller does not insist
             return Backward(choice)
         if choice.step == "pinned":
-            flag, chunks = bound.operator.keep, bound.operator.chunk_size
             raise InputError(
-                f"{flag}=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
-                f" and the forward BT={forward.BT}: pass {chunks}={choice.plan.BT}, pin plans of one BT, or leave"
-                f" {flag} out."
+                f"disable_recompute=True needs one BT in both passes, but the pinned backward has BT={choice.plan.BT}"
+                f" and the forward BT={forward.BT}: pass chunk_size={choice.plan.BT}, pin plans of one BT, or leave"
+                " disable_recompute out."
             )
         resumable = _choose_chunks(problem, bound.device, forward.BT, context())
     if resumable is None or resumable.plan is None:
@@ -253,7 +248,13 @@ def run_backward(
 @functools.lru_cache(maxsize=512)
 def _backward_problem(problem: Problem, final_state: bool) -> Problem:
     """What a backward's kernels are compiled for."""
-    return replace(problem, direction="bwd", final_state=final_state, intermediate_states=False).without_lengths()
+    return replace(_reverse(problem), final_state=final_state).without_lengths()
+
+
+@functools.lru_cache(maxsize=512)
+def _reverse(problem: Problem) -> Problem:
+    """The problem of a call's backward: remembered, since to make it takes the host 15 us."""
+    return replace(problem, direction="bwd", intermediate_states=False)
 
 
 def run_reference(bound: BoundCall, a: Args) -> Any:
@@ -277,10 +278,6 @@ def run_reference(bound: BoundCall, a: Args) -> Any:
     return o, ht, o.new_empty((shape[0], 0, *state.shape[1:]))
 
 
-_warned: set[tuple[str, str]] = set()
-
-
+@functools.cache
 def _warn_reference(name: str, reason: str) -> None:
-    if (name, reason) not in _warned:
-        _warned.add((name, reason))
-        warnings.warn(f"{name} is slow here: {reason}.", KdaTlWarning, stacklevel=5)
+    warnings.warn(f"{name} is slow here: {reason}.", KdaTlWarning, stacklevel=5)

@@ -6,8 +6,6 @@ operators return no None. Intermediates are never kept: what an operator returns
 computes them again, to the same gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -45,7 +43,7 @@ def register(operator: Operator) -> Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
         a = operator.Arguments(**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)))
-        found = differentiate_custom_op(operator, a, do, dht if getattr(a, operator.final_state) else None)
+        found = differentiate_custom_op(operator, a, do, dht if a.output_final_state else None)
         gradients = dict(zip(operator.tensors, found, strict=True))
         return tuple(gradients.get(name) for name in operator.schema)
 
@@ -74,7 +72,7 @@ def _name(operator: Operator, values: tuple[Any, ...]) -> Args:
 
 def _run(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
     bound = bind_call(operator, a)
-    with torch.no_grad(), torch.cuda.device_of(getattr(a, operator.like)):
+    with torch.no_grad(), torch.cuda.device_of(a.v):
         if bound.compute is None:
             o, ht, *h = run_reference(bound, a)
         else:
@@ -83,13 +81,13 @@ def _run(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run_fake(operator: Operator, a: Args) -> tuple[Tensor, Tensor, Tensor]:
-    shapes, like = operator.shapes(a, operator.asks(a, operator.chunk_size) or DEFAULT_BT), getattr(a, operator.like)
-    ht = h = _empty(like)
-    if getattr(a, operator.final_state):
-        ht = like.new_empty(shapes["ht"], dtype=torch.float32)
-    if operator.asks(a, operator.states):
-        h = like.new_empty([torch.library.get_ctx().new_dynamic_size() if n is None else n for n in shapes["h"]])
-    return like.new_empty(shapes["o"]), ht, h
+    shapes = operator.shapes(a, a.chunk_size or DEFAULT_BT)
+    ht = h = _empty(a.v)
+    if a.output_final_state:
+        ht = a.v.new_empty(shapes["ht"], dtype=torch.float32)
+    if a.return_intermediate_states:
+        h = a.v.new_empty([torch.library.get_ctx().new_dynamic_size() if n is None else n for n in shapes["h"]])
+    return a.v.new_empty(shapes["o"]), ht, h
 
 
 def _differentiate(operator: Operator, a: Args, do: Tensor, dht: Tensor | None) -> list[Tensor]:
@@ -116,7 +114,7 @@ def _empty(like: Tensor) -> Tensor:
 
 def differentiate_custom_op(operator: Operator, a: Args, do: Tensor | None, dht: Tensor | None) -> list[Tensor | None]:
     """Gradients of the differentiable arguments, as one node of a graph; None for absent ones."""
-    do = torch.zeros_like(getattr(a, operator.like)) if do is None else do
+    do = torch.zeros_like(a.v) if do is None else do
     found = _gradients[operator.name](do, dht, *(getattr(a, name) for name in operator.schema))
     return [None if x is None else gradient for x, gradient in zip(operator.pick_operands(a), found, strict=True)]
 

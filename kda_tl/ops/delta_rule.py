@@ -4,8 +4,6 @@ Their arguments have the names and the meaning of flash-linear-attention's. One 
 operator may lack. The argument ``a`` of a function here is the record of a call's arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import numbers
@@ -33,28 +31,16 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
     It has the arguments q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens and others of theirs. With
     ``scalar_gate`` a value head has one gate for all its key channels.
     """
-    parameters, name = inspect.signature(function).parameters, function.__name__
-    bounded = "lower_bound" in parameters
-
-    def find_bounds(a: Args) -> Bounds:
-        return _dense_bounds(a) if a.cu_seqlens is None else _packed_bounds(a, scalar_gate)
-
+    bounded = "lower_bound" in inspect.signature(function).parameters
     return Operator(
         function=function,
-        operands={each: each for each in ("q", "k", "v", "g", "beta")}
-        | {"h0": "initial_state", "A_log": "A_log", "dt_bias": "dt_bias"},
-        like="v",
+        operands={x: x for x in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias")} | {"h0": "initial_state"},
         same_dtype=("q", "k", "v"),
         renamed={"transpose_state_layout": "state_v_first"},
-        packed="cu_seqlens",
-        final_state="output_final_state",
-        states="return_intermediate_states" if "return_intermediate_states" in parameters else "",
-        chunk_size="chunk_size",
-        keep="disable_recompute" if "disable_recompute" in parameters else "",
         check=functools.partial(_check, scalar_gate=scalar_gate),
-        find_bounds=find_bounds,
-        assume_bounds=_assume_bounds,
-        pose=functools.partial(_pose, name=name, scalar_gate=scalar_gate),
+        find_bounds=functools.partial(_find_bounds, scalar_gate),
+        assume_bounds=functools.partial(_assume_bounds, scalar_gate),
+        pose=functools.partial(_pose, name=function.__name__, scalar_gate=scalar_gate),
         numbers=_find_numbers,
         shapes=_find_shapes,
         recurrence=functools.partial(_describe_recurrence, scalar_gate=scalar_gate),
@@ -66,32 +52,29 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
     )
 
 
-def _dense_bounds(a: Args) -> Bounds:
-    if a.cu_seqlens_cpu is not None:
-        raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
-    shape = a.q.shape
-    return dense_bounds(shape[0], shape[1])
-
-
-def _packed_bounds(a: Args, scalar_gate: bool) -> Bounds:
+def _find_bounds(scalar_gate: bool, a: Args) -> Bounds:
+    if a.cu_seqlens is None:
+        if a.cu_seqlens_cpu is not None:
+            raise InputError("cu_seqlens_cpu is only the host's copy: pass cu_seqlens too.")
+        shape = a.q.shape
+        return dense_bounds(shape[0], shape[1])
     _check_kinds(a, scalar_gate)
     if a.q.shape[0] != 1:
         raise InputError(f"cu_seqlens needs B=1, got B={a.q.shape[0]}: flatten the batch into the tokens.")
     return packed_bounds(a.cu_seqlens, a.cu_seqlens_cpu, a.q.shape[1])
 
 
-def _assume_bounds(a: Args) -> Bounds:
+def _assume_bounds(scalar_gate: bool, a: Args) -> Bounds:
     """As many sequences as the call has; their lengths may be on the device, where only the call itself reads them."""
     if a.cu_seqlens is None:
-        return _dense_bounds(a)
+        return _find_bounds(scalar_gate, a)
     return *[0] * max(a.cu_seqlens.numel() - 1, 1), a.q.shape[1]
 
 
 def _pose(a: Args, bounds: Bounds, *, name: str, scalar_gate: bool) -> Problem:
     _check(a, scalar_gate=scalar_gate)
     _check_shapes(a, scalar_gate)
-    q, v, packed = a.q, a.v, a.cu_seqlens is not None
-    use_gate = a.use_gate_in_kernel
+    q, v, use_gate = a.q, a.v, a.use_gate_in_kernel
     problem = Problem(
         H=q.shape[2],
         HV=v.shape[2],
@@ -103,15 +86,15 @@ def _pose(a: Args, bounds: Bounds, *, name: str, scalar_gate: bool) -> Problem:
         dtype=NAME_OF_DTYPE[q.dtype],
         g_dtype=NAME_OF_DTYPE[a.g.dtype],
         beta_dtype=NAME_OF_DTYPE[a.beta.dtype],
-        gate="log" if not use_gate else "softplus" if _optional(a, "lower_bound") is None else "safe",
+        gate=_find_gate(a),
         has_A_log=use_gate and a.A_log is not None,
         has_dt_bias=use_gate and a.dt_bias is not None,
-        beta=("sigmoid2" if a.allow_neg_eigval else "sigmoid") if a.use_beta_sigmoid_in_kernel else "plain",
+        beta=_find_beta(a),
         l2norm=bool(a.use_qk_l2norm_in_kernel),
-        varlen=packed,
+        varlen=a.cu_seqlens is not None,
         initial_state=a.initial_state is not None,
         final_state=bool(a.output_final_state),
-        intermediate_states=bool(_optional(a, "return_intermediate_states")),
+        intermediate_states=bool(a.return_intermediate_states),
         state_v_first=bool(a.state_v_first),
         scalar_gate=scalar_gate,
         operator=name,
@@ -120,9 +103,12 @@ def _pose(a: Args, bounds: Bounds, *, name: str, scalar_gate: bool) -> Problem:
     return problem
 
 
-def _optional(a: Args, name: str) -> Any:
-    """An argument that an operator may lack."""
-    return getattr(a, name, None)
+def _find_gate(a: Args) -> str:
+    return "log" if not a.use_gate_in_kernel else "softplus" if a.lower_bound is None else "safe"
+
+
+def _find_beta(a: Args) -> str:
+    return ("sigmoid2" if a.allow_neg_eigval else "sigmoid") if a.use_beta_sigmoid_in_kernel else "plain"
 
 
 def _check(a: Args, *, scalar_gate: bool) -> None:
@@ -164,15 +150,13 @@ def _check_kinds(a: Args, scalar_gate: bool) -> None:
 
 def _check_flags(a: Args) -> None:
     """Flags and numbers that contradict each other. Raises InputError."""
-    use_gate, lower_bound = a.use_gate_in_kernel, _optional(a, "lower_bound")
-    low, high = LOWER_BOUND_RANGE
+    use_gate, lower_bound, (low, high) = a.use_gate_in_kernel, a.lower_bound, LOWER_BOUND_RANGE
     for name in ("scale", "lower_bound"):
-        if (number := _optional(a, name)) is not None and not isinstance(number, numbers.Real):
+        if (number := getattr(a, name)) is not None and not isinstance(number, numbers.Real):
             raise InputError(f"{name} must be a number or None, got {type(number).__name__}.")
-    scale = a.scale
-    if scale is not None and not -MAX_FP32 <= scale <= MAX_FP32:
-        raise InputError(f"scale must be a finite fp32 number, got {scale}: leave it out for K ** -0.5.")
-    if use_gate and _optional(a, "safe_gate") and lower_bound is None:
+    if a.scale is not None and not -MAX_FP32 <= a.scale <= MAX_FP32:
+        raise InputError(f"scale must be a finite fp32 number, got {a.scale}: leave it out for K ** -0.5.")
+    if use_gate and a.safe_gate and lower_bound is None:
         raise InputError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, for example -5.0.")
     if lower_bound is not None and not low <= lower_bound < high:
         raise InputError(f"lower_bound must be in [{low:g}, {high:g}), got {lower_bound}: pass for example -5.0.")
@@ -180,9 +164,8 @@ def _check_flags(a: Args) -> None:
         raise InputError("use_gate_in_kernel=True needs A_log of shape [HV], or a lower_bound.")
     if a.allow_neg_eigval and not a.use_beta_sigmoid_in_kernel:
         raise InputError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True: it doubles that sigmoid.")
-    chunk_size = a.chunk_size
-    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size in BT_CHOICES):
-        raise InputError(f"chunk_size must be one of {sorted(BT_CHOICES)} or None, got {chunk_size!r}.")
+    if a.chunk_size is not None and not (isinstance(a.chunk_size, int) and a.chunk_size in BT_CHOICES):
+        raise InputError(f"chunk_size must be one of {sorted(BT_CHOICES)} or None, got {a.chunk_size!r}.")
 
 
 def _check_shapes(a: Args, scalar_gate: bool) -> None:
@@ -213,10 +196,9 @@ def _check_state(state: Tensor | None, p: Problem) -> None:
 
 
 def _find_numbers(a: Args) -> dict[str, float]:
-    bound = _optional(a, "lower_bound")
     return {
         "scale": a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
-        "lower_bound": -5.0 if bound is None else float(bound),
+        "lower_bound": -5.0 if a.lower_bound is None else float(a.lower_bound),
     }
 
 
@@ -228,15 +210,12 @@ def _find_shapes(a: Args, BT: int) -> dict[str, tuple[Any, ...]]:
 
 
 def _describe_recurrence(a: Args, *, scalar_gate: bool) -> dict[str, Any]:
-    lower_bound, sigmoid = _optional(a, "lower_bound"), "sigmoid2" if a.allow_neg_eigval else "sigmoid"
-    packed = a.cu_seqlens if a.cu_seqlens_cpu is None else a.cu_seqlens_cpu
+    same = ("q", "k", "v", "beta", "initial_state", "A_log", "dt_bias", "scale", "lower_bound", "state_v_first")
     return {
-        **{name: getattr(a, name) for name in ("q", "k", "v", "beta", "initial_state", "A_log", "dt_bias", "scale")},
+        **{name: getattr(a, name) for name in same},
         "g": a.g[..., None] if scalar_gate else a.g,
-        "gate": "log" if not a.use_gate_in_kernel else "softplus" if lower_bound is None else "safe",
-        "lower_bound": lower_bound,
-        "beta_mode": sigmoid if a.use_beta_sigmoid_in_kernel else "plain",
+        "gate": _find_gate(a),
+        "beta_mode": _find_beta(a),
         "use_l2norm": a.use_qk_l2norm_in_kernel,
-        "state_v_first": a.state_v_first,
-        "cu_seqlens": packed,
+        "cu_seqlens": a.cu_seqlens if a.cu_seqlens_cpu is None else a.cu_seqlens_cpu,
     }

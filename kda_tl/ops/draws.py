@@ -1,7 +1,5 @@
 """Drawn arguments of operators of the delta rule: what workloads are made of."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

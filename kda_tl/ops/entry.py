@@ -1,7 +1,5 @@
 """From the declaration of an operator to the function that is called."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings
@@ -109,14 +107,14 @@ def _run_watched(operator: Operator, a: Args) -> Any:
     if all(isinstance(size, int) for size in sizes):
         operator.pose(a, operator.assume_bounds(a))
     o, ht, h = custom_op.forwards[operator.name](*(getattr(a, name) for name in operator.schema))
-    final = ht if getattr(a, operator.final_state) else None
-    return (o, final, h) if operator.asks(a, operator.states) else (o, final)
+    final = ht if a.output_final_state else None
+    return (o, final, h) if a.return_intermediate_states else (o, final)
 
 
 def _make_compiled(operator: Operator, run_custom_op: Callable[..., Any]) -> Callable[..., Any]:
     """A call inside ``torch.compile``, which traces it: it is checked when it runs. No more than tracers understand."""
     arguments, schema, renamed = operator.arguments, tuple(operator.schema), tuple(operator.renamed.items())
-    same_dtype, final_state, states = operator.same_dtype, operator.final_state, operator.states
+    same_dtype = operator.same_dtype
 
     def run_compiled(*values: Any) -> Any:
         a = dict(zip(arguments, values, strict=True))
@@ -128,8 +126,8 @@ def _make_compiled(operator: Operator, run_custom_op: Callable[..., Any]) -> Cal
             for name in same_dtype:
                 a[name] = a[name].to(dtype)
         o, ht, h = run_custom_op(*[a[name] for name in schema])
-        final = ht if a[final_state] else None
-        return (o, final, h) if states and a[states] else (o, final)
+        final = ht if a["output_final_state"] else None
+        return (o, final, h) if a.get("return_intermediate_states") else (o, final)
 
     return run_compiled
 

@@ -33,74 +33,52 @@ Args = Any
 Bounds = tuple[int, ...]
 
 
+class Lacking:
+    """What arguments are that not every operator has, for one without them."""
+
+    __slots__ = ()
+    safe_gate = lower_bound = disable_recompute = return_intermediate_states = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlaEntry:
-    """The function of flash-linear-attention that an operator stands in for.
+    """The function of flash-linear-attention that an operator stands in for."""
 
-    Attributes:
-        module: where it is; it has the operator's name.
-        registry: name of the registry of backends that it shares with other functions; empty if it has its own.
-        declined: arguments of FLA's that we do not have, and why a call that passes one is declined; empty for one that
-            means nothing alone.
-    """
-
-    module: str
-    registry: str = ""
+    module: str  # where it is; it has the operator's name
+    registry: str = ""  # name of the registry of backends that it shares with other functions; empty if it has its own
+    # Arguments of FLA's that we do not have, and why a call that passes one is declined; empty for one that means
+    # nothing alone
     declined: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operator:
-    """One operator. Where an attribute is the name of an argument, it is empty if the operator has no such argument.
+    """One operator. The result o has the shape and dtype of the argument v.
 
-    Attributes:
-        function: its signature is the list of arguments, its docstring says what they mean. It is not called.
-        operands: the differentiable tensors: the argument by the name that pipelines know it under.
-        like: the argument whose shape and dtype the result o has.
-        same_dtype: arguments that must have one dtype, which autocast therefore casts.
-        renamed: old names of arguments, and the names they have now.
-        packed: the argument with the bounds of packed sequences.
-        final_state: the flag that asks for the final state.
-        states: the flag that asks for the states before chunks.
-        chunk_size: the argument that asks for a chunk size.
-        keep: the flag that keeps the intermediates of the forward for the backward.
-        check: raises InputError for tensors and flags that cannot be used, whatever the bounds.
-        find_bounds: the bounds of a call, which may have to be read from the device.
-        assume_bounds: as many, without reading anything.
-        pose: the problem of a valid call; raises InputError, a sentence, for any other.
-        numbers: the scalars that stages take, by name.
-        shapes: shapes of o, ht and h by name, for a chunk size; None for a size that only the bounds tell.
-        recurrence: the arguments of :func:`kda_tl.reference.recurrent_kda` that compute the same.
-        scalar_gate: a value head has one gate for all its key channels.
-        gates: the gate modes that it has.
-        draw: arguments of a :class:`kda_tl.bench.workloads.Workload` by name, drawn with a generator.
-        bare: the same call, with what kernels may do first done by the caller, and no final state.
-        fla: what it is in FLA.
-        call: the public function, see :func:`kda_tl.ops.entry.publish`.
+    Arguments that mean the same have one name in all operators: cu_seqlens, output_final_state, chunk_size,
+    return_intermediate_states, and disable_recompute, which keeps the intermediates of the forward for the backward.
     """
 
-    function: Callable[..., Any]
-    operands: Mapping[str, str]
-    like: str
-    same_dtype: tuple[str, ...]
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    packed: str = ""
-    final_state: str = ""
-    states: str = ""
-    chunk_size: str = ""
-    keep: str = ""
-    check: Callable[[Args], None]
-    find_bounds: Callable[[Args], Bounds]
-    assume_bounds: Callable[[Args], Bounds]
-    pose: Callable[[Args, Bounds], Problem]
-    numbers: Callable[[Args], dict[str, float]]
+    function: Callable[..., Any]  # its signature is the list of arguments, its docstring their meaning; never called
+    operands: Mapping[str, str]  # the differentiable tensors: the argument by the name that pipelines know it under
+    same_dtype: tuple[str, ...]  # arguments that must have one dtype, which autocast therefore casts
+    renamed: Mapping[str, str] = field(default_factory=dict)  # old names of arguments, and the names they have now
+    check: Callable[[Args], None]  # raises InputError for what cannot be used, whatever the bounds
+    find_bounds: Callable[[Args], Bounds]  # the bounds of a call, which may have to be read from the device
+    assume_bounds: Callable[[Args], Bounds]  # as many, without reading anything
+    pose: Callable[[Args, Bounds], Problem]  # the problem of a valid call; raises InputError for any other
+    numbers: Callable[[Args], dict[str, float]]  # the scalars that stages take, by name
+    # Shapes of o, ht and h by name, for a chunk size; None for a size that only the bounds tell
     shapes: Callable[[Args, int], dict[str, tuple[Any, ...]]]
-    recurrence: Callable[[Args], dict[str, Any]]
-    scalar_gate: bool
-    gates: tuple[str, ...]
+    recurrence: Callable[[Args], dict[str, Any]]  # arguments of kda_tl.reference.recurrent_kda that compute the same
+    scalar_gate: bool  # a value head has one gate for all its key channels
+    gates: tuple[str, ...]  # the gate modes that it has
+    # Arguments of a kda_tl.bench.workloads.Workload by name, drawn with a generator
     draw: Callable[[Any, torch.Generator], dict[str, Any]]
+    # The same call, with what kernels may do first done by the caller, and no final state
     bare: Callable[[Mapping[str, Any]], dict[str, Any]]
     fla: FlaEntry
+    # The public function, see kda_tl.ops.entry.publish
     call: Callable[..., Any] = field(init=False)
 
     @functools.cached_property
@@ -126,7 +104,7 @@ class Operator:
     @functools.cached_property
     def schema(self) -> dict[str, str]:
         """Types of the arguments in the schema of the operator that PyTorch sees, which always recomputes."""
-        here = {*self.renamed, self.keep}
+        here = {*self.renamed, "disable_recompute"}
         return {name: _SCHEMA[p.annotation] for name, p in self.signature.parameters.items() if name not in here}
 
     @functools.cached_property
@@ -138,7 +116,7 @@ class Operator:
     def Arguments(self) -> type[Any]:
         """The class that carries the arguments of a call; it takes them in the order of :attr:`arguments`."""
         fields = [(name, Any, dataclasses.field(default=None)) for name in self.arguments]
-        return dataclasses.make_dataclass(f"{self.name}_arguments", fields, slots=True, eq=False)
+        return dataclasses.make_dataclass(f"{self.name}_arguments", fields, bases=(Lacking,), slots=True, eq=False)
 
     @functools.cached_property
     def pick_operands(self) -> Callable[[Args], tuple[Any, ...]]:
@@ -160,7 +138,3 @@ class Operator:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return self.Arguments(**bound.arguments)
-
-    def asks(self, a: Args, name: str) -> Any:
-        """The value of an argument that the operator may not have."""
-        return getattr(a, name) if name else None

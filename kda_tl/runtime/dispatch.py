@@ -5,8 +5,6 @@ Order: 0 a pinned plan, 1 the exact bucket, 2 the nearest bucket on this GPU, 3 
 :func:`kda_tl.database.lookup.iter_hits`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -48,23 +46,14 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSelection:
-    """The plan for a problem, and why.
+    """The plan for a problem, and why."""
 
-    Attributes:
-        plan: what runs, None for the reference path.
-        step: "pinned", "exact bucket", "nearest bucket", "same architecture", "default" or "reference".
-        source: name of the database, or of the step.
-        reason: a sentence for people.
-        stale: stages whose template changed since the plan was measured.
-        passed_over: sentences on better-ranked entries that could not serve.
-    """
-
-    plan: Plan | None
-    step: str
-    source: str
-    reason: str
-    stale: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    plan: Plan | None  # what runs, None for the reference path
+    step: str  # "pinned", "exact bucket", "nearest bucket", "same architecture", "default" or "reference"
+    source: str  # name of the database, or of the step
+    reason: str  # a sentence for people
+    stale: tuple[str, ...] = ()  # stages whose template changed since the plan was measured
+    passed_over: tuple[str, ...] = ()  # sentences on better-ranked entries that could not serve
 
     def __str__(self) -> str:
         lines = [f"{self.step}: {self.reason}"]
@@ -169,24 +158,15 @@ def select_plan(
 ) -> PlanSelection:
     """The plan for a problem. Pure: the same arguments give the same choice, nothing is compiled or measured.
 
-    Args:
-        problem: what is called.
-        device: where it runs.
-        databases: tuning databases, first in rank first.
-        pin: what the caller insists on.
-        chunk_size: only plans with this BT.
-        compiler: whether kernels can be built.
-        strict: entries measured with other templates than today's are misses instead of marked stale.
-
-    Raises:
-        InputError: the pinned plan cannot run this problem or has another chunk size, no plan is of the pinned numerics
-            class, or the device has no room for the chunk size.
+    The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``compiler`` says
+    whether kernels can be built, and with ``strict`` entries measured with other templates than today's are misses
+    instead of marked stale. Raises InputError if the pinned plan cannot run this problem or has another chunk size, no
+    plan is of the pinned numerics class, or the device has no room for the chunk size.
     """
     if not compiler:
         reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
         return PlanSelection(plan=None, step="reference", source="reference", reason=reason)
-    if pin is not None and not pin.holds_for(problem):
-        pin = None
+    pin = pin if pin and pin.holds_for(problem) else None
     if pin is not None and pin.plan is not None:
         plan = parse_plan(pin.plan.as_dict(), problem, device)
         if chunk_size not in (None, plan.BT):
@@ -209,13 +189,9 @@ def select_plan(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
+            source, over = hit.database.name, tuple(passed_over)
             return PlanSelection(
-                plan=plan,
-                step=hit.step,
-                source=hit.database.name,
-                reason=hit.reason,
-                stale=stale,
-                passed_over=tuple(passed_over),
+                plan=plan, step=hit.step, source=source, reason=hit.reason, stale=stale, passed_over=over
             )
     defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
     chosen = next((each for each in defaults if numerics in (None, numerics_class(each))), None)
@@ -260,26 +236,20 @@ def context() -> tuple[Any, ...]:
     return sources(), _pin.get()
 
 
-_choices: dict[tuple[Any, ...], PlanSelection] = {}
-_CHOICES_LIMIT = 4096
-
-
 def select_cached(problem: Problem, device: Device, chunk_size: int | None = None) -> PlanSelection:
     """:func:`select_plan` with the databases and settings of the process, cached."""
-    databases, pinned = context()
-    key = (problem, device, databases, pinned, chunk_size)
-    found = _choices.get(key)
-    if found is None:
-        compiler, strict = _settings(device)
-        found = select_plan(
-            problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict
-        )
-        if found.stale:
-            message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
-            warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=3)
-        if len(_choices) >= _CHOICES_LIMIT:
-            _choices.clear()
-        _choices[key] = found
+    return _select(problem, device, chunk_size, *context())
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(
+    problem: Problem, device: Device, chunk_size: int | None, databases: Sequence[Database], pinned: Pin | None
+) -> PlanSelection:
+    compiler, strict = _settings(device)
+    found = select_plan(problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict)
+    if found.stale:
+        message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
+        warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=4)
     return found
 
 

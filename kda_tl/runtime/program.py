@@ -21,18 +21,13 @@ _REPLAYS_LIMIT = 256  # sizes a program remembers
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed.
-
-    Attributes:
-        kernels: by stage name.
-        given: names of the residuals that callers give beside the operator's tensors, if they do.
-    """
+    """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed."""
 
     plan: Plan
     problem: Problem
     pipeline: Pipeline
-    kernels: Mapping[str, Kernel]
-    given: tuple[str, ...] = ()
+    kernels: Mapping[str, Kernel]  # by stage name
+    given: tuple[str, ...] = ()  # names of the residuals that callers give beside the operator's tensors, if they do
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -64,13 +59,9 @@ class Program:
         """The pass for all calls of one size; calling it does not wait for the device.
 
         It is a function of the operator's tensors and numbers by name (contiguous; on the CPU with tokens flattened
-        over the batch) that returns the results by name, None for absent ones.
-
-        Args:
-            sizes: of :class:`kda_tl.core.layout.Layout`.
-            device: where it runs.
-            results: names of the tensors that the caller wants, also residuals; those of the problem unless given.
-            views: results on CUDA whose shape shall be another one of as many elements, and these shapes.
+        over the batch) that returns the results by name, None for absent ones. ``sizes`` are those of a
+        :class:`kda_tl.core.layout.Layout`, ``results`` names of what the caller wants, also residuals, the problem's
+        unless given, and ``views`` results on CUDA that shall have another shape of as many elements, and these shapes.
         """
         if device.type != "cuda":
             return lambda tensors: self.run(tensors, sizes, device, results)

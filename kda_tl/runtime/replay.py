@@ -7,13 +7,11 @@ prepared headers and calls each kernel's host function. With a PyTorch tensor fo
 stages took the host 98 to 115 us (H200), longer than its kernels on a short sequence.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,56 +26,40 @@ ALIGNMENT = 256  # bytes, as PyTorch's allocator
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of a recorded pass.
-
-    Attributes:
-        role: "given" by the caller, "made" by a launch, or "absent" from the problem.
-        slot: how the last kernel that used the tensor sees it.
-        born, dies: numbers of the launch that makes it and of the last one that uses it.
-    """
+    """A tensor of a recorded pass."""
 
     name: str
-    role: str
-    slot: Slot | None = None
-    born: int = -1
-    dies: int = -1
+    role: str  # "given" by the caller, "made" by a launch, or "absent" from the problem
+    slot: Slot  # how the last kernel that used the tensor sees it
+    born: int  # number of the launch that makes it
+    dies: int = -1  # number of the last launch that uses it
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """One recorded call: tensors in the order of the kernel's slots, then the numbers of its stage."""
-
-    kernel: Kernel
-    tensors: tuple[Value, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """What a pass does for one size."""
+class Recording(NamedTuple):
+    """What a pass does for one size. A launch is a kernel and its tensors, in the order of the kernel's slots."""
 
     sizes: Mapping[str, int]
-    launches: tuple[Launch, ...]
+    launches: list[tuple[Kernel, list[Value]]]
     results: Mapping[str, Value | None]
 
 
 def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -> Recording:
     """Follows a flow with values in the place of tensors."""
-    launches: list[Launch] = []
+    launches: list[tuple[Kernel, list[Value]]] = []
     environment: dict[str, Value] = {}
     for number, stage in enumerate(flow.stages):
         kernel, tensors = kernels[stage.name], []
         for slot in kernel.slots:
-            if not slot.present:
-                value = Value(slot.name, "absent")
-            elif slot.written:
-                value = environment[slot.name] = Value(slot.name, "made", born=number)
-            else:
-                value = environment.setdefault(slot.name, Value(slot.name, "given"))
+            role = "absent" if not slot.present else "made" if slot.written else "given"
+            value = Value(slot.name, role, slot, born=number)
+            if role == "made":
+                environment[slot.name] = value
+            elif role == "given":
+                value = environment.setdefault(slot.name, value)
             value.slot, value.dies = slot, number
             tensors.append(value)
-        launches.append(Launch(kernel=kernel, tensors=tuple(tensors)))
-    results = {name: environment.get(name) for name in flow.results}
-    return Recording(sizes=sizes, launches=tuple(launches), results=results)
+        launches.append((kernel, tensors))
+    return Recording(sizes, launches, {name: environment.get(name) for name in flow.results})
 
 
 def place(sizes_bytes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
@@ -109,7 +91,7 @@ class Replay:
     def __init__(
         self, recording: Recording, device: torch.device, views: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
-        slots = {s: s.slot for launch in recording.launches for s in launch.tensors if s.slot}
+        slots = {value: value.slot for _, tensors in recording.launches for value in tensors}
         wanted = {name: value for name, value in recording.results.items() if value}
         inner = [s for s in slots if s.role == "made" and s not in wanted.values()]
         given = [s for s in slots if s.role == "given"]
@@ -132,10 +114,10 @@ class Replay:
 
         address = {value: self._headers.address(i) for i, value in enumerate(order)}
         self._calls, self._blocks = [], []
-        for launch in recording.launches:
-            numbers = launch.kernel.stage.scalars
-            block = Arguments([address[value] for value in launch.tensors], len(numbers))
-            self._calls.append((launch, prepare_call(launch.kernel.function, block)))
+        for kernel, tensors in recording.launches:
+            numbers = kernel.stage.scalars
+            block = Arguments([address[value] for value in tensors], len(numbers))
+            self._calls.append((kernel, prepare_call(kernel.function, block)))
             self._blocks.append((numbers, block))
         self._numbers: list[float] = []  # those that the blocks hold
         self._names_of_numbers = sorted({name for names, _ in self._blocks for name in names})
@@ -165,9 +147,9 @@ class Replay:
         # not torch.cuda.current_stream, which builds an object for it in 2.5 us (H200's host)
         before = set_stream(device, torch._C._cuda_getCurrentRawStream(device.index)) if cuda else 0
         try:
-            for launch, call in self._calls:
+            for kernel, call in self._calls:
                 if call():
-                    raise LaunchError(f"{launch.kernel.stage.name} was not launched: {take_error()}")
+                    raise LaunchError(f"{kernel.stage.name} was not launched: {take_error()}")
         finally:
             if cuda:
                 set_stream(device, before)

@@ -40,13 +40,13 @@ def test_tables_equal_a_walk_over_the_tokens(BT: int, seed: int) -> None:
     cases = [[n] for n in edges] + [[0, 0, 0], [0, BT, 0], [1] * 5]
     cases += [[rng.choice([*edges, rng.randrange(400)]) for _ in range(rng.randrange(1, 9))] for _ in range(40)]
     for lengths in [*cases, draw_lengths(rng)]:
-        layout = make_layout(bounds_of(lengths), BT, CPU)
+        tables, counts = make_layout(bounds_of(lengths), BT, CPU)
         chunks, first_chunks = walk(lengths, BT)
-        assert layout.chunk_tokens.dtype == layout.seq_chunks.dtype == torch.int32
-        assert layout.chunk_tokens.shape == (len(chunks), 2) and layout.chunk_tokens.is_contiguous()
-        assert layout.chunk_tokens.tolist() == chunks, lengths
-        assert layout.seq_chunks.tolist() == first_chunks, lengths
-        assert (len(chunks), len(lengths)) == (layout.NT, layout.N)
+        assert tables["chunk_tokens"].dtype == tables["seq_chunks"].dtype == torch.int32
+        assert tables["chunk_tokens"].shape == (len(chunks), 2) and tables["chunk_tokens"].is_contiguous()
+        assert tables["chunk_tokens"].tolist() == chunks, lengths
+        assert tables["seq_chunks"].tolist() == first_chunks, lengths
+        assert (len(chunks), len(lengths)) == (counts["NT"], counts["N"])
 
 
 @pytest.mark.parametrize("segments", (1, 2, 4, 8, 16))
@@ -56,22 +56,23 @@ def test_segments_cut_every_sequence(segments: int, seed: int) -> None:
     cases = [[0], [1], [0, 0], [64 * 100], [64, 64 * 100, 0, 1]]
     cases += [[rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(rng.randrange(1, 9))] for _ in range(60)]
     for lengths in cases:
-        layout = make_layout(bounds_of(lengths), 64, CPU, segments)
-        rows, found = layout.segments.tolist(), layout.seq_segments.tolist()
-        assert layout.segments.dtype == layout.seq_segments.dtype == torch.int32
-        assert (len(rows), len(found)) == (layout.NS, len(lengths)) and max(1, layout.NS - len(lengths)) == layout.NC
-        longest = max(1, -(-layout.NT // segments))
+        tables, counts = make_layout(bounds_of(lengths), 64, CPU, segments)
+        rows, found = tables["segments"].tolist(), tables["seq_segments"].tolist()
+        assert tables["segments"].dtype == tables["seq_segments"].dtype == torch.int32
+        assert (len(rows), len(found)) == (counts["NS"], len(lengths))
+        assert counts["NC"] == max(1, counts["NS"] - len(lengths))
+        longest = max(1, -(-counts["NT"] // segments))
         seen: list[int] = []
         for n, (first, count, last) in enumerate(found):
             mine = [*range(first, first + count), last]
             seen += mine
-            chunks = layout.seq_chunks.tolist()[n : n + 2]
+            chunks = tables["seq_chunks"].tolist()[n : n + 2]
             sizes = [rows[s][1] for s in mine]
             assert [c for s in mine for c in range(rows[s][0], sum(rows[s][:2]))] == list(range(*chunks)), lengths
             assert [rows[s][2] for s in mine] == [n, *[-1] * count] and [rows[s][3] for s in mine] == [-1] * count + [n]
             assert max(sizes) <= longest and (min(sizes) > 0 or sizes == [0]) and max(sizes) - min(sizes) <= 1, lengths
             assert segments > 1 or count == 0
-        assert sorted(seen) == list(range(layout.NS)), lengths
+        assert sorted(seen) == list(range(counts["NS"])), lengths
         ends = [row[3] >= 0 for row in rows]
         lasts = [row[1] for row in rows if row[3] >= 0]
         assert ends == sorted(ends) and lasts == sorted(lasts, reverse=True), lengths
@@ -81,8 +82,8 @@ def test_tables_and_sizes_have_the_names_of_pipelines() -> None:
     layout = make_layout(bounds_of((130, 0)), 64, CPU, 4)
     assert layout.sizes == {"tokens": 130, "NT": 3, "N": 2, "NS": 4, "NC": 2}
     assert list(layout.tables) == ["chunk_tokens", "seq_chunks", "segments", "seq_segments"]
-    assert layout.segments.tolist() == [[0, 1, 0, -1], [1, 1, -1, -1], [2, 1, -1, 0], [3, 0, 1, 1]]
-    assert layout.seq_segments.tolist() == [[0, 2, 2], [2, 0, 3]]
+    assert layout.tables["segments"].tolist() == [[0, 1, 0, -1], [1, 1, -1, -1], [2, 1, -1, 0], [3, 0, 1, 1]]
+    assert layout.tables["seq_segments"].tolist() == [[0, 2, 2], [2, 0, 3]]
 
 
 def test_dense_bounds_are_packed_bounds_of_equal_lengths() -> None:

@@ -344,7 +344,8 @@ def test_gpu_names(environment: Mapping[str, Path]) -> None:
     assert resolve_gpu("H200")[0] == "nvidia_h200"
     assert resolve_gpu("NVIDIA H200") == resolve_gpu("nvidia_h200") == ("nvidia_h200",)
     assert resolve_gpu("cpu") == ("cpu",) and known_device("cpu") == cpu_device()
-    assert Device(kind="cuda", slug="nvidia_h200", arch="sm_90a", sm=90, num_sms=132, smem_bytes=232448) == H200
+    assert Device(slug="nvidia_h200", arch="sm_90a", num_sms=132, smem_bytes=232448) == H200
+    assert (H200.kind, H200.sm) == ("cuda", 90)
     assert known_device("nvidia_b200").sm == 100
     with pytest.raises(InputError, match="unknown GPU 'h300': pass one of cpu, .*h100.*nvidia_h200"):
         resolve_gpu("h300")

@@ -35,9 +35,9 @@ def forgetful() -> Iterator[None]:
     """Nothing is remembered of earlier calls, nor of this test's by later ones."""
 
     def forget() -> None:
-        dispatch._settings.cache_clear()
-        for memory in (dispatch._choices, call_module._bound_calls, call_module._warned):
-            memory.clear()
+        for memory in (dispatch._settings, dispatch._select, call_module._warn_reference):
+            memory.cache_clear()
+        call_module._bound_calls.clear()
 
     forget()
     yield

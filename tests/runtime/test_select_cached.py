@@ -23,7 +23,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The process has made no choice yet, and a compiler is here."""
 
     def forget() -> None:
-        dispatch._choices.clear()
+        dispatch._select.cache_clear()
         dispatch._settings.cache_clear()
 
     monkeypatch.setattr(dispatch, "find_compiler", lambda device: "/bin/true")
@@ -87,8 +87,8 @@ def test_cached_choice_costs_microseconds(forgetful: None) -> None:
     assert statistics.median(samples) < 50e-6
 
 
-def test_memory_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_CHOICES_LIMIT", 5)
+def test_memory_is_bounded(forgetful: None) -> None:
     for tokens in range(1, 30):
         assert select_cached(replace(PROBLEM, tokens=tokens, longest=tokens), H200).plan is not None
-        assert len(dispatch._choices) <= 5
+    limit = dispatch._select.cache_info().maxsize
+    assert dispatch._select.cache_info().currsize == 29 and limit is not None and limit <= 4096

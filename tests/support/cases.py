@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from kda_tl.core.problem import BETAS, GATES, LOWER_BOUND_RANGE, Problem
 from kda_tl.core.stage import Case, Plan
 from kda_tl.database.records import Check, Timing, VsDefault
 from kda_tl.database.store import Entry, Key
+from kda_tl.ops import call as call_module
 from kda_tl.ops import load_all
 from kda_tl.reference import gradient_name, l2norm, recurrent_gradients, recurrent_kda, relative_error
 from kda_tl.runtime import dispatch
@@ -331,9 +333,9 @@ TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def forget_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without compilers, and as if nothing had been called before."""
     monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
-    monkeypatch.setattr(dispatch, "_choices", {})
-    monkeypatch.setattr("kda_tl.ops.call._bound_calls", {})
-    monkeypatch.setattr("kda_tl.ops.call._warned", set())
+    monkeypatch.setattr(dispatch, "_select", functools.cache(dispatch._select.__wrapped__))
+    monkeypatch.setattr(call_module, "_bound_calls", {})
+    monkeypatch.setattr(call_module, "_warn_reference", functools.cache(call_module._warn_reference.__wrapped__))
 
 
 def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:
