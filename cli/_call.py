@@ -23,10 +23,8 @@ Launch = Callable[[], Any]
 class Recorded:
     """A call on the record of autograd, ready for its backward.
 
-    Attributes:
-        leaves: the tensors of the call by name, copies that require gradients.
-        outputs: o, and the final state if it was asked for.
-        gradients: do, and dht.
+    The ``leaves`` are copies of the call's tensors that require gradients, ``outputs`` o and the final state if it was
+    asked for, ``gradients`` do and dht.
     """
 
     leaves: Mapping[str, torch.Tensor]

@@ -41,8 +41,7 @@ _DPI = 150
 def check_chart(given: str) -> Path:
     """The file to draw, and all that drawing needs, tried now: better told before the measuring than after.
 
-    Raises:
-        InputError: the suffix is unknown, matplotlib cannot be imported, or the file cannot be written.
+    Raises InputError if the suffix is unknown, matplotlib cannot be imported, or the file cannot be written.
     """
     if Path(given).suffix.lower() not in SUFFIXES:
         kinds = " or ".join(SUFFIXES)

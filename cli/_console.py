@@ -38,24 +38,23 @@ class Terminal:
         """Writes the result: tables and lines for people, or the same as JSON."""
         if self.json:
             self.write(to_json(value))
-            return
-        for table in tables:
-            self.print(table)
+        self.print(*tables)
 
     def write(self, text: str) -> None:
         """Writes text to stdout as it is."""
         with writing_output():
             self.out.file.write(text)
 
-    def print(self, table: Any) -> None:
-        """Writes a table or a line for people to stdout."""
-        with writing_output():  # the end of a capture flushes the file
-            if self.out.is_terminal:
-                self.out.print(table)
-                return
-            with self.out.capture() as captured:
-                self.out.print(table, soft_wrap=isinstance(table, str))
-            self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    def print(self, *tables: Any) -> None:
+        """Writes tables and lines for people to stdout; where that is one JSON value, nothing."""
+        for table in () if self.json else tables:
+            with writing_output():  # the end of a capture flushes the file
+                if self.out.is_terminal:
+                    self.out.print(table)
+                    continue
+                with self.out.capture() as captured:
+                    self.out.print(table, soft_wrap=isinstance(table, str))
+                self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
     def note(self, text: str, *, cut: bool = False) -> None:
         """Writes a line to stderr, on a terminal cut at its width if asked; nothing ends for one that is lost."""
@@ -121,7 +120,8 @@ def _plain(value: Any) -> Any:
 
 def make_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
     """A table whose columns are as wide as their content; those named in ``right`` hold numbers."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "show_edge": False}
+    table = Table(header_style="bold", show_header=any(columns), **style)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
@@ -148,9 +148,8 @@ def format_us(us: float | None) -> str:
     """Microseconds with a unit that leaves three or four digits."""
     if us is None or not math.isfinite(us):
         return "-"
-    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms")):
-        if us < limit:
-            return f"{us * factor:.1f} {unit}"
+    if us < 1e6:
+        return f"{us:.1f} us" if us < 1e3 else f"{us * 1e-3:.1f} ms"
     return f"{us * 1e-6:.2f} s"
 
 
@@ -164,9 +163,9 @@ def format_number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def format_error(error: float | None) -> str:
-    """A relative error."""
-    return "-" if error is None else f"{error:.1e}"
+def format_error(error: float | None, digits: int = 1) -> str:
+    """A relative error, with digits after its point."""
+    return "-" if error is None else f"{error:.{digits}e}"
 
 
 def format_bytes(count: float) -> str:

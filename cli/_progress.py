@@ -53,7 +53,7 @@ class TuneProgress:
         if not self.terminal.err.is_terminal:
             yield self
             return
-        streams = {"redirect_stdout": False, "redirect_stderr": False}
+        streams: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
         with Live(console=self.terminal.err, get_renderable=self._render, transient=True, **streams):
             yield self
 
@@ -109,7 +109,7 @@ class TuneProgress:
         self.failures, self.reasons = Counter(), {}
         if sum(event.rejected.values()):
             self.failures["rejected"] = sum(event.rejected.values())
-        self._write_off_terminal(f"{self._format_stage()}, {self._format_time()}: {self._format_state()}")
+        self._write_off_terminal(f"{self._format_stage(event)}, {self._format_time()}: {self._format_state()}")
 
     def _count_trial(self, event: events.TrialDone) -> None:
         self.trial = event
@@ -172,7 +172,7 @@ class TuneProgress:
             bars.append(Table.grid())  # a bar by itself ends no line
             bars[0].add_row(ProgressBar(total=max(of, 1), completed=done, width=width, complete_style="green"))
             failed = format_counts(self.failures) or "none failed"
-            texts += [Text(self._format_stage()), Text(self._format_state()), Text(failed, style="dim")]
+            texts += [Text(self._format_stage(self.stage)), Text(self._format_state()), Text(failed, style="dim")]
         elif self.part:
             count = f", {min(self.done + 1, self.of)} of {self.of}" if self.of else ""
             texts.append(Text(f"{DOING[self.part]}{count}"))
@@ -180,11 +180,9 @@ class TuneProgress:
             text.truncate(width, overflow="ellipsis")
         return Group("", texts[0], *bars, *texts[1:])
 
-    def _format_stage(self) -> str:
-        if self.stage is None:
-            return ""
+    def _format_stage(self, stage: events.StageStarted) -> str:
         number = f"stage {self.done + 1} of {self.of}, " if self.of else ""
-        return f"{number}{self.stage.stage}, {self.stage.variant.text}"
+        return f"{number}{stage.stage}, {stage.variant.text}"
 
     def _format_time(self) -> str:
         """Time that the workload took so far, and its limit."""

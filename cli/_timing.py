@@ -118,12 +118,12 @@ def _time_calls(
     peers, left_out = find_peers(workload, where) if settings.peers else ({}, {})
     calls, outputs, refused = _try_operators(operators | peers, workload.inputs(where), workload)
     graphs = {name: graph for name, call in calls.items() if (graph := _capture(call, device))}
-    eager, replayed = (
-        {name: summarise(x) for name, x in rounds.items()}
-        for rounds in (
-            time_interleaved(each, where, rounds=settings.rounds, reps=settings.reps) for each in (calls, graphs)
-        )
-    )
+
+    def time_all(launches: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, float]]:
+        rounds = time_interleaved(launches, where, rounds=settings.rounds, reps=settings.reps)
+        return {name: summarise(medians) for name, medians in rounds.items()}
+
+    eager, replayed = time_all(calls), time_all(graphs)
     roofline = settings.ceilings.roofline_us(_least_cost(workload, program, device))
     rows = []
     for name, call in calls.items():
@@ -168,7 +168,7 @@ def _try_operators(
 def _least_cost(workload: Workload, program: Program, device: Device) -> Cost:
     """Inputs in and outputs out once, for each pass of a call; the FLOPs are those of the stages."""
     problem = workload.problem()
-    passes = {problem: program}
+    passes: dict[Problem, Program | None] = {problem: program}
     if problem.direction == "bwd":
         forward = replace(problem, direction="fwd")
         passes[forward] = load_program(forward, device)[1]

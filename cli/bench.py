@@ -62,7 +62,7 @@ def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
     )
     about = {**asdict(device), **provenance(), **(read_gpu_state() if device.kind == "cuda" else {})}
     report = Report(environment=about, ceilings=settings.ceilings, workloads=())
-    _print(terminal, _describe(report.ceilings))
+    terminal.print(_describe(report.ceilings))
     with open_database(args.db):
         for number, workload in enumerate(workloads, start=1):
             terminal.note(f"Timing {workload.name} ({number} of {len(workloads)}).")
@@ -71,7 +71,7 @@ def _measure(args: argparse.Namespace, terminal: Terminal) -> Report:
             report = replace(report, environment=about, workloads=(*report.workloads, result))
             if file:  # after each: the next may take minutes, and be stopped
                 file.write_text(to_json(report), encoding="utf-8")
-            _print(terminal, *_tables(result, device.kind == "cpu"))
+            terminal.print(*_tables(result, device.kind == "cpu"))
     return report
 
 
@@ -84,9 +84,9 @@ def _read_again(args: argparse.Namespace, terminal: Terminal) -> Report:
         raise InputError(f"--from measures nothing, so {', '.join(over)} cannot apply: leave it out, or --from.")
     report = read_report(args.source)
     file = _check_files(args)
-    _print(terminal, _describe(report.ceilings))
+    terminal.print(_describe(report.ceilings))
     for result in report.workloads:
-        _print(terminal, *_tables(result, report.environment["kind"] == "cpu"))
+        terminal.print(*_tables(result, report.environment["kind"] == "cpu"))
     if file:
         file.write_text(to_json(report), encoding="utf-8")
     return report
@@ -97,13 +97,6 @@ def _check_files(args: argparse.Namespace) -> Path | None:
     if args.chart is not None:
         _chart.check_chart(args.chart)
     return check_file("--json", args.json) if isinstance(args.json, str) else None
-
-
-def _print(terminal: Terminal, *tables: Any) -> None:
-    """For people; where stdout is one JSON value, nothing."""
-    if not terminal.json:
-        for table in tables:
-            terminal.print(table)
 
 
 def _describe(ceilings: Ceilings) -> str:

@@ -18,16 +18,9 @@ from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, make_table, one_line
 from kda_tl.cli._exit import was_interrupted
+from kda_tl.core import toolchain
 from kda_tl.core.device import Device, cpu_device, cuda_device, find_compiler
 from kda_tl.core.packages import REQUIREMENTS
-from kda_tl.core.toolchain import (
-    CACHE_VARIABLE,
-    cache_directory,
-    cache_refusal,
-    can_import_tilelang,
-    explain_missing,
-    import_tilelang,
-)
 from kda_tl.errors import KdaTlError
 
 OK, MISSING, NOTE = "ok", "MISSING", "note"
@@ -37,7 +30,6 @@ ORDER = ("torch", "tilelang", "tvm_ffi", "optuna", "numpy", "filelock", "platfor
 PEERS = {"FLA": "flash-linear-attention", "cuDNN": "nvidia-cudnn-frontend"}
 NEEDED_PYTHON = (3, 10)
 NVCC_HINT = "install a CUDA toolkit of 12.3 or later, or `pip install 'kda-tl[cuda-compiler]'`"
-SMALL_STAGE = "fwd_gate"  # compiled and run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +99,7 @@ def _package(module: str, requirement: str) -> Check:
     """Whether a package is there, and works."""
     name, hint, otherwise = requirement.partition(">")[0], f"pip install '{requirement}'", MISSING
     try:
-        import_tilelang() if module == "tilelang" else importlib.import_module(module)
+        toolchain.import_tilelang() if module == "tilelang" else importlib.import_module(module)
     except Exception as error:  # a broken package raises whatever it likes
         if module == "pynvml":  # measured without it, too
             otherwise, hint = NOTE, f"clocks and driver are then not recorded: {hint}"
@@ -178,10 +170,10 @@ def _directories() -> Iterator[Check]:
     found = f"{directory}{'' if existing == directory else ' (made when needed)'}"
     hint = "set KDA_TL_DB to a directory you may write, or pass `tune --db DIR`"
     yield Check.of("tuning results", writable, found, hint)
-    cache, refusal = Path(cache_directory()), cache_refusal()
+    cache, refusal = Path(toolchain.cache_directory()), toolchain.cache_refusal()
     if not refusal and not _is_writable(cache)[0]:
         refusal = f"{cache} (can only be read)"
-    hint = f"every process compiles its own kernels: set {CACHE_VARIABLE} to a directory you may write"
+    hint = f"every process compiles its own kernels: set {toolchain.CACHE_VARIABLE} to a directory you may write"
     yield Check.of("kernel cache", not refusal, refusal or str(cache), hint, NOTE)
 
 
@@ -200,8 +192,8 @@ def _peers() -> Iterator[Check]:
 def _kernel(device: Device) -> Iterator[Check]:
     """One stage compiled, run and compared with its reference."""
     name, hint = f"kernel on {device.kind}", "report this with the output of doctor --json"
-    if find_compiler(device) is None or not can_import_tilelang():
-        yield Check(name=name, state=MISSING, found=f"not run: {explain_missing(device)}")
+    if find_compiler(device) is None or not toolchain.can_import_tilelang():
+        yield Check(name=name, state=MISSING, found=f"not run: {toolchain.explain_missing(device)}")
         return
     try:
         yield Check(name=name, state=OK, found=_run_small_kernel(device))
@@ -211,31 +203,19 @@ def _kernel(device: Device) -> Iterator[Check]:
 
 def _run_small_kernel(device: Device) -> str:
     """What happened, in a sentence. Raises CompileError, and WrongResultError if it differs from its reference."""
-    import torch
-
-    from kda_tl import templates
-    from kda_tl.bench.fixtures import torch_device
-    from kda_tl.bench.timing import check
-    from kda_tl.core.layout import dense_bounds, make_layout
-    from kda_tl.core.problem import Problem
-    from kda_tl.core.stage import Case
+    from kda_tl.bench.fixtures import StageFixture, check_kernel
+    from kda_tl.bench.workloads import Workload
     from kda_tl.runtime.compile import compile_stage
+    from kda_tl.templates.pipelines import PIPELINES
 
-    tokens, BT = 40, 16  # the last chunk is ragged
-    problem = Problem(H=1, HV=1, K=32, V=32, tokens=tokens, dtype="fp32", gate="safe")
-    stage, case = templates.load(SMALL_STAGE), Case(problem=problem, device=device, BT=BT, BC=8)
-    where = torch_device(device)
-    layout = make_layout(dense_bounds(1, tokens), BT, where)
-    g = torch.randn(tokens, 1, 32, generator=torch.Generator().manual_seed(0)).to(where)
-    inputs: dict[str, Any] = {"g": g, "A_log": None, "dt_bias": None, "lower_bound": -5.0}
-    inputs["chunk_tokens"] = layout.chunk_tokens
+    workload = Workload(name="small", T=40, H=1, K=32, V=32, dtype="fp32")  # the last chunk is ragged
+    fixture = StageFixture(pipeline=PIPELINES["staged"], workload=workload, device=device, BT=16, BC=8)
+    stage, *_ = fixture.pipeline.stages
     begin = time.perf_counter()
-    kernel = compile_stage(stage, case, stage.default(case))
+    kernel = compile_stage(stage, fixture.case, stage.default(fixture.case))
     seconds = time.perf_counter() - begin
-    outputs = kernel(inputs, layout.sizes, where)
-    expected = stage.reference(case, **{**inputs, "g": g.double()})
-    error = check(dict(zip(stage.outputs, outputs, strict=True)), expected, stage.tolerance["fp32"])
-    return f"{SMALL_STAGE} compiled in {seconds:.1f} s, relative error {error:.1e} against its reference"
+    error = check_kernel(kernel, fixture, stage.tolerance["fp32"])
+    return f"{stage.name} compiled in {seconds:.1f} s, relative error {error:.1e} against its reference"
 
 
 def _table(checks: list[Check]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.cli._console import ExitCode, Terminal, format_config, make_table
@@ -26,8 +25,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         {"workload": workload.name, "problem": workload.problem(), "gpu": device.slug, **vars(choice)}
         for workload, choice in choices.items()
     ]
-    tables = [part for workload, choice in choices.items() for part in ("", _table(workload, device, choice))]
-    terminal.show({"workloads": values}, *tables[1:])
+    tables = [make_table("", "", rows=_rows(workload, device, choice)) for workload, choice in choices.items()]
+    terminal.show({"workloads": values}, *[part for table in tables for part in ("", table)][1:])
     return ExitCode.OK
 
 
@@ -36,12 +35,6 @@ def choose_for(problem: Problem, device: Device, chunk_size: int | None = None) 
     if device in (current_device(), cpu_device()):
         return select_cached(problem, device, chunk_size)
     return select_plan(problem, device, sources(), chunk_size=chunk_size)
-
-
-def _table(workload: Workload, device: Device, choice: PlanSelection) -> Any:
-    table = make_table("", "", rows=_rows(workload, device, choice))
-    table.show_header = False
-    return table
 
 
 def _rows(workload: Workload, device: Device, choice: PlanSelection) -> Iterator[tuple[str, str]]:

@@ -136,10 +136,9 @@ def is_slower(plan: Sequence[float], default: Sequence[float]) -> bool:
 
 
 def _tables(findings: Sequence[Finding]) -> Iterator[Any]:
-    limits = ["-" if f.tolerance is None else f"{f.tolerance:.0e}" for f in findings]
     rows = [
-        (f.subject, f.check, format_error(f.error), limit, "ok" if f.passed else "FAILED")
-        for f, limit in zip(findings, limits, strict=True)
+        (f.subject, f.check, format_error(f.error), format_error(f.tolerance, 0), "ok" if f.passed else "FAILED")
+        for f in findings
     ]
     yield make_table("plan", "check", "error", "limit", "result", right=("error", "limit"), rows=rows)
     told: dict[str, list[str]] = {}

@@ -233,7 +233,7 @@ def test_static_compiles_the_stages_of_one_pipeline(
     run: Run, options: Sequence[str], stages: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("kda_tl.cli._static.compile_static", lambda *_, **more: asked.append(more["stages"]) or ())
+    monkeypatch.setattr("kda_tl.cli.tune.compile_static", lambda *_, **more: asked.append(more["stages"]) or ())
     run("tune", "--gpu", "h200", "--static", *options)
     assert asked == [stages]
 
