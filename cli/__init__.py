@@ -7,7 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from kda_tl.cli._exit import run_to_end, writing_output
+from kda_tl import __version__
+from kda_tl.cli._exit import run_to_end
 
 COMMANDS = {
     "tune": "search the fastest plans for this machine and store them",
@@ -36,13 +37,9 @@ first steps:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command; the arguments after the program's name are those of the process unless given.
 
-    Args:
-        argv: arguments after the program's name, those of the process unless given.
-
-    Returns:
-        The exit code, see :class:`kda_tl.cli._exit.ExitCode`.
+    Returns the exit code, see :class:`kda_tl.cli._exit.ExitCode`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     called = next((word for word in words if word in COMMANDS), "")
@@ -57,29 +54,22 @@ def _run(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    """Parses the arguments; only the module of the command that is called is imported."""
+    """Parses the arguments; only the options of the command that is called are declared."""
     parser = argparse.ArgumentParser(
         prog="kda-tl",
         description="Kimi Delta Attention kernels, tuned on the machine they run on.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="version", version=f"kda-tl {__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     called = next((word for word in words if not word.startswith("-")), None)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == called:
-            importlib.import_module(f"{__name__}.{name}").add_arguments(command)
+            from kda_tl.cli._options import add_arguments
+
+            add_arguments(name, command)
     args = parser.parse_args(words)
     args.words = words
     return args
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from kda_tl import __version__
-
-        with writing_output():
-            print(f"kda-tl {__version__}")
-        parser.exit()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kda_tl.bench.workloads import draw_gradients
+from kda_tl.bench.workloads import Workload, draw_gradients
 from kda_tl.core.stage import Plan
 from kda_tl.ops.operator import Operator
-from kda_tl.reference import (
-    gradient_name,
-    recurrent_gradients,
-    recurrent_kda,
-    relative_error,
-)
+from kda_tl.reference import gradient_name, recurrent_gradients, recurrent_kda, relative_error
 from kda_tl.runtime.dispatch import pin
 
 Inputs = Mapping[str, Any]
@@ -28,10 +23,8 @@ Launch = Callable[[], Any]
 class Recorded:
     """A call on the record of autograd, ready for its backward.
 
-    Attributes:
-        leaves: the tensors of the call by name, copies that require gradients.
-        outputs: o, and the final state if it was asked for.
-        gradients: do, and dht.
+    The ``leaves`` are copies of the call's tensors that require gradients, ``outputs`` o and the final state if it was
+    asked for, ``gradients`` do and dht.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -41,27 +34,34 @@ class Recorded:
     @classmethod
     def of(cls, operator: Operator, inputs: Inputs, plan: Plan | None) -> Recorded:
         """Calls the forward; the backward will run a plan, the one that serves unless given."""
-        given = {name: inputs.get(name) for name in operator.tensors}
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+        leaves = _make_leaves(inputs, operator.tensors)
         with torch.enable_grad(), pin(plan):
-            o, ht = operator.call(**{**inputs, **leaves})[:2]
-        seeds = draw_gradients(o, ht)
-        outputs, gradients = (tuple(x for x in pair if x is not None) for pair in ((o, ht), seeds))
-        return cls(leaves=leaves, outputs=outputs, gradients=gradients)
+            outputs = _drop_none(operator.call(**{**inputs, **leaves})[:2])
+        return cls(leaves=leaves, outputs=outputs, gradients=_draw_gradients(outputs))
 
     def run_backward(self) -> tuple[torch.Tensor, ...]:
         """Gradients of the leaves, in their order; may be called again."""
         return torch.autograd.grad(self.outputs, list(self.leaves.values()), self.gradients, retain_graph=True)
 
 
-def make_launch(operator: Operator, inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
-    """One pass of the operator, to be timed: the forward, or the backward of a forward that was called before.
+def _make_leaves(inputs: Inputs, tensors: Sequence[str]) -> dict[str, torch.Tensor]:
+    given = {name: inputs.get(name) for name in tensors}
+    return {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
 
-    Args:
-        operator: what is called.
-        inputs: its arguments.
-        direction: "fwd" or "bwd".
-        plan: of that pass; the one that serves unless given.
+
+def _drop_none(outputs: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    return tuple(x for x in outputs if x is not None)
+
+
+def _draw_gradients(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    o, *ht = outputs
+    return _drop_none(draw_gradients(o, ht[0] if ht else None))
+
+
+def make_launch(operator: Operator, inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
+    """One pass of the operator with a plan, the one that serves unless given, to be timed.
+
+    That is the forward ("fwd"), or the backward ("bwd") of a forward that was called before.
     """
     if direction == "bwd":
         return Recorded.of(operator, inputs, plan).run_backward
@@ -75,23 +75,25 @@ def make_launch(operator: Operator, inputs: Inputs, direction: str, plan: Plan |
     return run_pinned
 
 
+def make_launches(workload: Workload, where: torch.device, plans: Mapping[str, Plan | None]) -> dict[str, Launch]:
+    """The pass of a workload with each of some plans, to be timed in turns."""
+    inputs = workload.inputs(where)
+    return {name: make_launch(workload.declaration, inputs, workload.direction, plan) for name, plan in plans.items()}
+
+
 def make_step(call: Callable[[Inputs], Any], inputs: Inputs, tensors: Sequence[str]) -> Launch:
     """A training step of any implementation: its forward, then gradients of all tensors; to be timed or captured.
 
-    Args:
-        call: takes the arguments of our operator by name, returns o and the final state.
-        inputs: these arguments.
-        tensors: names of those that are differentiable.
+    ``call`` takes the arguments of our operator by name, and returns o and the final state; ``tensors`` are the names
+    of those that are differentiable.
     """
-    given = {name: inputs.get(name) for name in tensors}
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+    leaves = _make_leaves(inputs, tensors)
 
     def run_forward() -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
-            return tuple(x for x in call({**inputs, **leaves})[:2] if x is not None)
+            return _drop_none(call({**inputs, **leaves})[:2])
 
-    o, *ht = run_forward()
-    gradients = tuple(x for x in draw_gradients(o, ht[0] if ht else None) if x is not None)
+    gradients = _draw_gradients(run_forward())
 
     def run_step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(run_forward(), list(leaves.values()), gradients)

@@ -7,14 +7,13 @@ matplotlib, the extra ``chart``.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kda_tl.bench.workloads import WORKLOADS, Workload
+from kda_tl.bench.workloads import WORKLOADS
 from kda_tl.cli._console import one_line
-from kda_tl.cli._report import Report, check_file, unwritable
-from kda_tl.cli._timing import OURS, CallRow, Result
+from kda_tl.cli._report import OURS, CallRow, Report, Result, check_file, unwritable
 from kda_tl.errors import InputError
 
 SUFFIXES = (".svg", ".png")
@@ -35,20 +34,18 @@ _STYLE = {
 }
 _INCHES = {"labels": 1.5, "column": 3.1, "bar": 0.2, "between": 0.26, "heading": 1.2}
 _ROOM = 1.35  # the widest bar leaves room for its time
-_FLOOR_WIDTH = 1.3
+_ROOFLINE_WIDTH = 1.3
 _DPI = 150
 
 
 def check_chart(given: str) -> Path:
     """The file to draw, and all that drawing needs, tried now: better told before the measuring than after.
 
-    Raises:
-        InputError: the suffix is unknown, matplotlib cannot be imported, or the file cannot be written.
+    Raises InputError if the suffix is unknown, matplotlib cannot be imported, or the file cannot be written.
     """
     if Path(given).suffix.lower() not in SUFFIXES:
-        raise InputError(
-            f"--chart draws {' or '.join(SUFFIXES)} files, not {given!r}: give the file one of these suffixes."
-        )
+        kinds = " or ".join(SUFFIXES)
+        raise InputError(f"--chart draws {kinds} files, not {given!r}: give the file one of these suffixes.")
     try:
         import matplotlib.figure  # noqa: F401
     except Exception as error:  # a broken installation raises whatever it likes
@@ -60,11 +57,7 @@ def check_chart(given: str) -> Path:
 
 
 def draw_chart(report: Report, file: Path) -> None:
-    """Draws a report into a file, .svg or .png.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Draws a report into a file, .svg or .png. Raises InputError if the file cannot be written."""
     import matplotlib
 
     kind = file.suffix.lower().removeprefix(".")
@@ -81,10 +74,10 @@ def make_figure(report: Report) -> Any:
     """The figure: a grid of axes, each with the calls of one workload in milliseconds."""
     from matplotlib.figure import Figure
 
-    known = {workload.name: workload for workload in WORKLOADS}
-    cells = {(_name_problem(r, known), _name_gate(r, known)): r for r in report.workloads}
+    cells = {_name_cell(result.workload): result for result in report.workloads}
     problems, gates = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    names = list_names(report.workloads)
+    measured = dict.fromkeys(call.name for result in report.workloads for call in result.calls)
+    names = [name for name in LABELS if name in measured] + [name for name in measured if name not in LABELS]
     size = _INCHES
     width = size["labels"] + size["column"] * max(2, len(gates))
     height = size["heading"] + len(problems) * (size["between"] + size["bar"] * max(2, len(names)))
@@ -105,12 +98,6 @@ def make_figure(report: Report) -> Any:
     return figure
 
 
-def list_names(results: Sequence[Result]) -> list[str]:
-    """The implementations that were measured, ours first."""
-    found = dict.fromkeys(call.name for result in results for call in result.calls)
-    return [name for name in LABELS if name in found] + [name for name in found if name not in LABELS]
-
-
 def _time_us(call: CallRow) -> tuple[float, str]:
     """The time to draw, as a CUDA graph where there is one, and what to say of it otherwise."""
     return (call.eager_us, " eager") if call.graph_us is None else (call.graph_us, "")
@@ -122,10 +109,10 @@ def _format_ms(ms: float) -> str:
 
 
 def _draw_calls(axes: Any, result: Result, names: Sequence[str]) -> None:
-    """A bar an implementation, in the order of names, and the floor across them."""
+    """A bar an implementation, in the order of names, and the roofline across them."""
     axes.spines["left"].set(visible=True, color=GREY)
     calls = {call.name: call for call in result.calls}
-    floor = result.calls[0].floor_us / 1e3
+    roofline = result.calls[0].roofline_us / 1e3
     for i, name in enumerate(names):
         ms, text, color = 0.0, "not run", GREY
         if call := calls.get(name):
@@ -133,17 +120,10 @@ def _draw_calls(axes: Any, result: Result, names: Sequence[str]) -> None:
             ms, color = us / 1e3, "black"
             text = f"{_format_ms(ms)}{told}"
             axes.barh(i, ms, height=0.84, color=COLORS[i % len(COLORS)])
-        axes.annotate(
-            text,
-            (max(ms, floor), i),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center_baseline",
-            fontsize=8,
-            color=color,
-        )
+        place: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "va": "center_baseline"}
+        axes.annotate(text, (max(ms, roofline), i), fontsize=8, color=color, **place)
     for color, more in (("white", 1.2), ("black", 0)):
-        axes.plot([floor, floor], [-0.5, len(names) - 0.5], color=color, linewidth=_FLOOR_WIDTH + more)
+        axes.plot([roofline, roofline], [-0.5, len(names) - 0.5], color=color, linewidth=_ROOFLINE_WIDTH + more)
 
 
 def _add_heading(figure: Any, report: Report, names: Sequence[str]) -> None:
@@ -159,39 +139,26 @@ def _add_heading(figure: Any, report: Report, names: Sequence[str]) -> None:
         Patch(color=COLORS[i % len(COLORS)], label=f"{label} {known.get(package, '(version unknown)')}")
         for i, (label, package) in enumerate(labels)
     ]
-    floor = "floor: the least bytes and FLOPs at measured speed"
-    handles.append(Line2D([], [], color="black", linewidth=_FLOOR_WIDTH, label=floor))
-    figure.legend(
-        handles=handles,
-        title=title,
-        title_fontproperties={"size": 13, "weight": "bold"},
-        ncols=4 if figure.get_figwidth() > 10 else 2,
-        loc="outside upper left",
-        alignment="left",
-        frameon=False,
-    )
+    roofline = "roofline: the least bytes and FLOPs at measured speed"
+    handles.append(Line2D([], [], color="black", linewidth=_ROOFLINE_WIDTH, label=roofline))
+    style = {"title_fontproperties": {"size": 13, "weight": "bold"}, "alignment": "left", "frameon": False}
+    columns = 4 if figure.get_figwidth() > 10 else 2
+    figure.legend(handles=handles, title=title, ncols=columns, loc="outside upper left", **style)
     beside = ", ".join(f"{package} {known[package]}" for package in BESIDE if package in known)
     notes = "\n".join(textwrap.wrap(f"{NOTE} {beside}", width=int(15 * figure.get_figwidth())))
     figure.supxlabel(notes, x=0.01, ha="left", fontsize=8, color=GREY)
 
 
-def _name_problem(result: Result, known: Mapping[str, Workload]) -> str:
-    """The shape of a workload; one that is not in the table keeps its name."""
-    if result.workload not in known:
-        return result.workload
-    w = known[result.workload]
+def _name_cell(name: str) -> tuple[str, str]:
+    """Of a workload: its shape, then its gate and how fast its states decay; one not in the table keeps its name."""
+    w = next((workload for workload in WORKLOADS if workload.name == name), None)
+    if w is None:
+        return name, "other workloads"
     tokens = f"B{w.B} T{w.T}"
     if w.lengths:
         least, most = min(w.lengths), max(w.lengths)
         tokens = f"{len(w.lengths)} packed, T{least}" + (f" to {most}" if most > least else "")
     heads = f"H{w.H}" if w.H == w.HV else f"H{w.H} HV{w.HV}"
     more = "" if (w.K, w.V, w.dtype) == (128, 128, "bf16") else f"\nK{w.K} V{w.V} {w.dtype}"
-    return f"{tokens}\n{heads}{more}"
-
-
-def _name_gate(result: Result, known: Mapping[str, Workload]) -> str:
-    """The gate of a workload and how fast its states decay."""
-    if result.workload not in known:
-        return "other workloads"
-    w = known[result.workload]
-    return f"{w.gate} gate, {w.decay}" + ("\ntraining step" if w.direction == "bwd" else "")
+    step = "\ntraining step" if w.direction == "bwd" else ""
+    return f"{tokens}\n{heads}{more}", f"{w.gate} gate, {w.decay}{step}"

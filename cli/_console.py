@@ -8,9 +8,9 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, Any
 
 from rich import box
@@ -20,6 +20,7 @@ from rich.table import Table
 from kda_tl.cli._exit import ExitCode as ExitCode
 from kda_tl.cli._exit import one_line as one_line
 from kda_tl.cli._exit import writing_output
+from kda_tl.core.stage import Config
 from kda_tl.errors import KdaTlWarning
 
 WIDTH_OFF_TTY = 120  # logs are read in editors and on web pages; $COLUMNS says otherwise
@@ -27,13 +28,7 @@ WIDTH_OFF_TTY = 120  # logs are read in editors and on web pages; $COLUMNS says 
 
 @dataclass(frozen=True, kw_only=True)
 class Terminal:
-    """Where a command writes.
-
-    Attributes:
-        out: stdout, for the result.
-        err: stderr, for progress, notes and errors.
-        json: the result is one JSON value; nothing else goes to stdout.
-    """
+    """Where a command writes: results to ``out``, all else to ``err``; with ``json`` the result is one JSON value."""
 
     out: Console
     err: Console
@@ -43,29 +38,29 @@ class Terminal:
         """Writes the result: tables and lines for people, or the same as JSON."""
         if self.json:
             self.write(to_json(value))
-            return
-        for table in tables:
-            self.print(table)
+        self.print(*tables)
 
     def write(self, text: str) -> None:
         """Writes text to stdout as it is."""
         with writing_output():
             self.out.file.write(text)
 
-    def print(self, table: Any) -> None:
-        """Writes a table or a line for people to stdout."""
-        with writing_output():  # the end of a capture flushes the file
-            if self.out.is_terminal:
-                self.out.print(table)
-                return
-            with self.out.capture() as captured:
-                self.out.print(table, soft_wrap=isinstance(table, str))
-            self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    def print(self, *tables: Any) -> None:
+        """Writes tables and lines for people to stdout; where that is one JSON value, nothing."""
+        for table in () if self.json else tables:
+            with writing_output():  # the end of a capture flushes the file
+                if self.out.is_terminal:
+                    self.out.print(table)
+                    continue
+                with self.out.capture() as captured:
+                    self.out.print(table, soft_wrap=isinstance(table, str))
+                self.out.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
-    def note(self, text: str) -> None:
-        """Writes a line to stderr; nothing ends for one that cannot be written."""
+    def note(self, text: str, *, cut: bool = False) -> None:
+        """Writes a line to stderr, on a terminal cut at its width if asked; nothing ends for one that is lost."""
+        wrap: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"} if cut else {}
         with suppress(OSError):
-            self.err.print(text, soft_wrap=not self.err.is_terminal)
+            self.err.print(text, **(wrap if self.err.is_terminal else {"soft_wrap": True}))
 
 
 def run_command(run: Callable[[argparse.Namespace, Terminal], int], args: argparse.Namespace) -> int:
@@ -110,8 +105,10 @@ def to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+    if hasattr(value, "as_dict"):  # the form in which it is stored
+        return _plain(value.as_dict())
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -121,21 +118,25 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def make_table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
+def make_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
     """A table whose columns are as wide as their content; those named in ``right`` hold numbers."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
+    style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "show_edge": False}
+    table = Table(header_style="bold", show_header=any(columns), **style)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def format_config(config: Config, between: str = " ") -> str:
+    """The fields of a config: ``BV=64 num_stages=2``."""
+    return between.join(f"{name}={value}" for name, value in config.as_dict().items())
+
+
+def format_count(count: int, noun: str) -> str:
+    """``1 plan``, ``2 plans``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_chunks(plan: Mapping[str, Any]) -> str:
@@ -147,9 +148,8 @@ def format_us(us: float | None) -> str:
     """Microseconds with a unit that leaves three or four digits."""
     if us is None or not math.isfinite(us):
         return "-"
-    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms")):
-        if us < limit:
-            return f"{us * factor:.1f} {unit}"
+    if us < 1e6:
+        return f"{us:.1f} us" if us < 1e3 else f"{us * 1e-3:.1f} ms"
     return f"{us * 1e-6:.2f} s"
 
 
@@ -163,9 +163,9 @@ def format_number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def format_error(error: float | None) -> str:
-    """A relative error."""
-    return "-" if error is None else f"{error:.1e}"
+def format_error(error: float | None, digits: int = 1) -> str:
+    """A relative error, with digits after its point."""
+    return "-" if error is None else f"{error:.{digits}e}"
 
 
 def format_bytes(count: float) -> str:

@@ -18,16 +18,7 @@ from enum import IntEnum
 from typing import Any
 
 from kda_tl.core.packages import REQUIREMENTS, describe_failure
-from kda_tl.errors import (
-    CompileError,
-    DatabaseError,
-    DeviceError,
-    InputError,
-    KdaTlError,
-    PackageError,
-    UnsupportedError,
-    WrongResultError,
-)
+from kda_tl.errors import DatabaseError, InputError, KdaTlError, UnsupportedError, WrongResultError
 
 
 class ExitCode(IntEnum):
@@ -48,29 +39,16 @@ class OutputError(KdaTlError):
     """The result could not be written to stdout."""
 
 
-_CODES: tuple[tuple[type[KdaTlError], ExitCode], ...] = (
-    (InputError, ExitCode.USAGE),
-    (UnsupportedError, ExitCode.USAGE),
-    (DatabaseError, ExitCode.USAGE),
-    (WrongResultError, ExitCode.REGRESSION),
-    (CompileError, ExitCode.ENVIRONMENT),
-    (DeviceError, ExitCode.ENVIRONMENT),
-    (PackageError, ExitCode.ENVIRONMENT),
-    (OutputError, ExitCode.OUTPUT),
+_CODES = (  # of errors; all others are of the environment
+    ((InputError, UnsupportedError, DatabaseError), ExitCode.USAGE),
+    ((WrongResultError,), ExitCode.REGRESSION),
+    ((OutputError,), ExitCode.OUTPUT),
 )
 _interrupted = False
 
 
 def run_to_end(command: Callable[[], int], name: str) -> int:
-    """Runs a command, whatever becomes of it.
-
-    Args:
-        command: returns its exit code.
-        name: what its sentences on stderr begin with.
-
-    Returns:
-        The exit code, an :class:`ExitCode`.
-    """
+    """Runs a command, whatever becomes of it; its sentences on stderr begin with its name. Returns the exit code."""
     if sys.stderr is None:  # closed; else the next file that is opened would take what is written there
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
     if sys.stdout is None:
@@ -79,12 +57,10 @@ def run_to_end(command: Callable[[], int], name: str) -> int:
     with _noting_interrupts():
         code = _run(command, name)
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        drop_output()
-    except OSError as error:
-        drop_output()
-        _tell(name, one_line(_output_error(error)))
+        with writing_output():
+            sys.stdout.flush()
+    except OutputError as error:
+        _tell(name, one_line(error))
         code = code or ExitCode.OUTPUT
     return int(code)
 
@@ -96,16 +72,14 @@ def _run(command: Callable[[], int], name: str) -> int:
         if stop.code in (ExitCode.OK, ExitCode.USAGE):  # argparse, after --help and after a usage error
             return int(stop.code)
         return _report_bug(name)
-    except KeyboardInterrupt:
-        _tell(name, "interrupted.")
-        return ExitCode.INTERRUPTED
-    except Exception as error:
-        if _interrupted:  # packages that are interrupted while they are imported raise what they like
+    except (KeyboardInterrupt, Exception) as error:
+        # packages that are interrupted while they are imported raise what they like
+        if _interrupted or isinstance(error, KeyboardInterrupt):
             _tell(name, "interrupted.")
             return ExitCode.INTERRUPTED
         if isinstance(error, KdaTlError):
             _tell(name, one_line(error))
-            return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.ENVIRONMENT)
+            return next((code for kinds, code in _CODES if isinstance(error, kinds)), ExitCode.ENVIRONMENT)
         if package := _find_package(error):
             more = "" if package == "rich" else "; `kda-tl doctor` says more"  # it writes with rich, too
             _tell(name, f"{describe_failure(package, error)}{more}.")
@@ -168,7 +142,7 @@ def writing_output() -> Iterator[None]:
         drop_output()
     except OSError as error:
         drop_output()
-        raise _output_error(error) from error
+        raise OutputError(f"the result cannot be written to stdout ({error.strerror or error}).") from error
 
 
 def drop_output() -> None:
@@ -177,10 +151,6 @@ def drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def _output_error(error: OSError) -> OutputError:
-    return OutputError(f"the result cannot be written to stdout ({error.strerror or error}).")
 
 
 def _tell(name: str, sentence: str) -> None:

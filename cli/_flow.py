@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from kda_tl.bench.workloads import Workload
 from kda_tl.cli._console import ExitCode, Terminal, format_bytes, make_table
+from kda_tl.cli._options import SHOWN_WORKLOAD
 from kda_tl.cli._problem import read_one_workload
 from kda_tl.cli._target import find_one_known
-from kda_tl.core.stage import Plan
-
-WORKLOAD = {"cpu": "cpu-safe-K32", "cuda": "safe-T8192-H32"}
+from kda_tl.core.device import Device
+from kda_tl.core.layout import make_layout
+from kda_tl.core.stage import Case, Plan
+from kda_tl.runtime.compile import Slot
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.tune.plan_search import require_pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +50,8 @@ class Drawing:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Draws the pipeline for one workload, in the pass that the pipeline computes."""
-    from kda_tl.runtime.dispatch import default_plan
-    from kda_tl.tune.plan_search import require_pipeline
-
-    device, note = find_one_known(args.gpu or "auto")
-    if note:
-        terminal.note(note)
-    workload = read_one_workload(args, [WORKLOAD[device.kind]])
+    device = find_one_known(args.gpu or "auto", terminal)
+    workload = read_one_workload(args, [SHOWN_WORKLOAD[device.kind]])
     workload = replace(workload, direction=require_pipeline(args.pipeline, ()).direction)
     plan = default_plan(workload.problem(), device, pipeline=args.pipeline)
     drawing = _draw(plan, workload, device)
@@ -58,12 +59,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return ExitCode.OK
 
 
-def _draw(plan: Plan, workload: Any, device: Any) -> Drawing:
-    import torch
-
-    from kda_tl.core.layout import make_layout
-    from kda_tl.core.stage import Case
-    from kda_tl.runtime.compile import Slot
+def _draw(plan: Plan, workload: Workload, device: Device) -> Drawing:
     from kda_tl.templates.pipelines import PIPELINES
 
     pipeline, problem = PIPELINES[plan.pipeline], workload.problem()
@@ -100,12 +96,11 @@ def _draw(plan: Plan, workload: Any, device: Any) -> Drawing:
 def _tables(drawing: Drawing) -> Iterator[Any]:
     yield f"{drawing.pipeline} on {drawing.gpu}, chunks of {drawing.BT} tokens"
     yield f"{drawing.problem}\n"
-    table = make_table("stage", "makes", "bytes", "frees", "alive", right=("bytes", "alive"))
-    table.add_row("(given)", *_columns(drawing.given), "", "")
+    rows = [("(given)", *_columns(drawing.given), "", "")]
     for step in drawing.steps:
-        alive = format_bytes(step.live_bytes)
-        table.add_row(step.stage, *_columns(step.makes, drawing.residuals), ", ".join(step.frees), alive)
-    yield table
+        columns = _columns(step.makes, drawing.residuals)
+        rows.append((step.stage, *columns, ", ".join(step.frees), format_bytes(step.live_bytes)))
+    yield make_table("stage", "makes", "bytes", "frees", "alive", right=("bytes", "alive"), rows=rows)
     given, most = format_bytes(sum(drawing.given.values())), format_bytes(drawing.peak_bytes)
     yield f"at most {most} alive, results included, beside {given} that are given"
     if drawing.residuals:
@@ -114,7 +109,7 @@ def _tables(drawing: Drawing) -> Iterator[Any]:
         yield f"* residuals, {total}: kept by the forward, they spare {', '.join(spared)}"
 
 
-def _columns(tensors: Mapping[str, int], marked: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
+def _columns(tensors: Mapping[str, int], marked: Collection[str] = ()) -> tuple[str, str]:
     """Names and sizes, a tensor a line."""
     names = "\n".join(f"{name}{'*' * (name in marked)}" for name in tensors)
     return names, "\n".join(format_bytes(count) for count in tensors.values())

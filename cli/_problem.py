@@ -1,7 +1,4 @@
-"""What a command works on: workloads by name or tag, a problem described by options, or workloads that options change.
-
-Every command declares it here, so that ``--workload`` and a problem's options mean the same everywhere.
-"""
+"""What a command works on: workloads by name or tag, changed by options, or a problem that options describe."""
 
 from __future__ import annotations
 
@@ -11,78 +8,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES
+from kda_tl.cli._options import NUMBERS
 from kda_tl.errors import InputError
 
 if TYPE_CHECKING:
     from kda_tl.bench.workloads import Workload
 
-# option: the number of a problem it gives, what argparse needs
-_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "operator": ("operator", {"metavar": "NAME", "help": "the operator (chunk_kda)"}),
-    "heads": ("H", {"type": int, "metavar": "H", "help": "query/key heads"}),
-    "value-heads": ("HV", {"type": int, "metavar": "HV", "help": "value heads, a multiple of the heads"}),
-    "K": ("K", {"type": int, "help": "key head dimension (128)"}),
-    "V": ("V", {"type": int, "help": "value head dimension (128)"}),
-    "tokens": ("tokens", {"type": int, "metavar": "N", "help": "tokens of all sequences"}),
-    "sequences": ("sequences", {"type": int, "metavar": "N", "help": "number of sequences (1)"}),
-    "longest": ("longest", {"type": int, "metavar": "N", "help": "tokens of the longest packed sequence"}),
-    "varlen": ("varlen", {"action": "store_true", "default": None, "help": "sequences are packed"}),
-    "dtype": ("dtype", {"choices": DTYPES, "help": "element type (bf16)"}),
-    "gate": ("gate", {"choices": GATES, "help": "gate mode (safe, or softplus where the operator has no safe gate)"}),
-    "beta": ("beta", {"choices": BETAS, "help": "step size (sigmoid)"}),
-    "initial-state": (
-        "initial_state",
-        {"action": "store_true", "default": None, "help": "there is a state before the first token"},
-    ),
-    "state-v-first": ("state_v_first", {"action": "store_true", "default": None, "help": "states are [V, K]"}),
-    "pass": ("direction", {"choices": DIRECTIONS, "dest": "direction", "help": "forward or backward (fwd)"}),
-}
-NOT_IN_KEYS = ("sequences", "beta", "initial-state", "state-v-first")  # any plan serves any of these
 _SHAPE = ("tokens", "sequences", "longest", "varlen")
 _KINDS = {("safe", "slow"): "slow", ("softplus", "steep"): "softplus-steep", ("log", "slow"): "log-slow"}
-
-
-def add_workload_arguments(
-    parser: argparse.ArgumentParser,
-    default: str,
-    *,
-    leave_out: Sequence[str] = (),
-    alone: str = "--heads and --tokens describe one",
-) -> None:
-    """Declares ``--workload``, and the options that describe a problem or change those of the workloads.
-
-    Args:
-        parser: of the command.
-        default: what the command works on if nothing is given, for the help.
-        leave_out: options that mean nothing to the command.
-        alone: what the options do without ``--workload``, for the help.
-    """
-    parser.add_argument(
-        "--workload",
-        action="append",
-        metavar="NAME|TAG",
-        help=f"workload or tag, may be repeated (default: {default}); `kda-tl show --workloads` lists them",
-    )
-    parser.add_argument("stray", nargs="*", help=argparse.SUPPRESS)
-    group = parser.add_argument_group("problem", f"with --workload these change its problems; without it {alone}")
-    for name, (_, kinds) in _OPTIONS.items():
-        if name not in leave_out:
-            group.add_argument(f"--{name}", **kinds)
 
 
 def read_numbers(args: argparse.Namespace) -> dict[str, Any]:
     """What the options say of a problem, by the names of its numbers.
 
-    Raises:
-        InputError: a count is below 1, or a word was given where only options are taken.
+    Raises InputError if a count is below 1, or a word was given where only options are taken.
     """
     if args.stray:
         word, *_ = args.stray
         command = shlex.join(["kda-tl", *(w for w in args.words if w not in args.stray), "--workload", word])
         raise InputError(f"{word!r} is no option: if it is a workload, run `{command}`.")
-    names = {name: name.replace("-", "_") for name in _OPTIONS} | {"pass": "direction"}
-    values = {_OPTIONS[name][0]: getattr(args, dest, None) for name, dest in names.items()}
+    values = {option.dest: getattr(args, option.dest, None) for option in NUMBERS}
     given: dict[str, Any] = {number: value for number, value in values.items() if value is not None}
     for number in ("tokens", "sequences", "longest"):
         if given.get(number, 1) < 1:
@@ -93,12 +38,8 @@ def read_numbers(args: argparse.Namespace) -> dict[str, Any]:
 def read_workloads(args: argparse.Namespace, default: Sequence[str] = ()) -> tuple[Workload, ...]:
     """The workloads that were named, changed as asked, or the one that is described, or the command's own.
 
-    Args:
-        args: the parsed arguments.
-        default: names and tags that are meant if nothing is given; none if something must be.
-
-    Raises:
-        InputError: there is no such workload, a size is missing, or sizes do not fit each other.
+    These are meant by the names and tags in ``default``; without, something must be given. Raises InputError if there
+    is no such workload, a size is missing, or sizes do not fit each other.
     """
     from kda_tl.bench.workloads import Workload, select
 
@@ -116,11 +57,7 @@ def read_workloads(args: argparse.Namespace, default: Sequence[str] = ()) -> tup
 
 
 def read_one_workload(args: argparse.Namespace, default: Sequence[str] = ()) -> Workload:
-    """The only workload of :func:`read_workloads`.
-
-    Raises:
-        InputError: there are several, and as there.
-    """
+    """The only workload of :func:`read_workloads`; raises InputError if there are several, and as there."""
     workloads = read_workloads(args, default)
     if len(workloads) > 1:
         some = ", ".join(w.name for w in workloads[:3])
@@ -129,14 +66,9 @@ def read_one_workload(args: argparse.Namespace, default: Sequence[str] = ()) -> 
 
 
 def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
-    """A workload with other numbers and what follows from them, under a name that tells them.
+    """A workload with the numbers of :func:`read_numbers` and what follows from them, under a name that tells them.
 
-    Args:
-        workload: what is changed.
-        given: of :func:`read_numbers`.
-
-    Raises:
-        InputError: the numbers do not fit each other.
+    Raises InputError if the numbers do not fit each other.
     """
     from kda_tl.bench.workloads import WORKLOADS
     from kda_tl.ops import load_all

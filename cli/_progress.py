@@ -14,21 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kda_tl.cli._console import Terminal, format_error, format_ratio, format_us, one_line
+from kda_tl.cli._console import Terminal, format_count, format_error, format_ratio, format_us, one_line
 from kda_tl.cli._problem import describe_workload
 from kda_tl.core.stage import Config, Plan
-from kda_tl.tune.events import (
-    Event,
-    PartStarted,
-    PlanDone,
-    RunStarted,
-    StageResult,
-    StageStarted,
-    TrialDone,
-    VariantScreened,
-    WorkloadReport,
-    WorkloadStarted,
-)
+from kda_tl.tune import events
 from kda_tl.tune.search import Evaluation
 
 LINE_EVERY_S = 10.0  # off a terminal, while a stage is under way
@@ -44,20 +33,15 @@ DOING = {"default plans": "timing the default plans", "stages": "tuning stages",
 
 
 class TuneProgress:
-    """Takes the events of a tuning run and writes them to stderr.
-
-    Args:
-        terminal: where.
-        limit_s: most seconds a workload, None without a limit.
-    """
+    """Takes the events of a tuning run, of at most ``limit_s`` seconds a workload, and writes them to stderr."""
 
     def __init__(self, terminal: Terminal, limit_s: float | None = None) -> None:
         self.terminal = terminal
         self.limit_s = limit_s
         self.where = self.part = ""
         self.done, self.of = 0, 0  # in the part under way
-        self.stage: StageStarted | None = None
-        self.trial: TrialDone | None = None
+        self.stage: events.StageStarted | None = None
+        self.trial: events.TrialDone | None = None
         self.failures: Counter[str] = Counter()
         self.reasons: dict[str, Counter[str]] = {}
         self.explained: set[str] = set()
@@ -70,33 +54,27 @@ class TuneProgress:
         if not self.terminal.err.is_terminal:
             yield self
             return
-        with Live(
-            console=self.terminal.err,
-            get_renderable=self._render,
-            transient=True,
-            refresh_per_second=4,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        ):
+        streams: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+        with Live(console=self.terminal.err, get_renderable=self._render, transient=True, **streams):
             yield self
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """Takes one event."""
         handlers: dict[type, Any] = {
-            RunStarted: lambda e: self._write(describe_run(e)),
-            WorkloadStarted: self._start_workload,
-            PartStarted: self._start_part,
-            VariantScreened: self._screen,
-            StageStarted: self._start_stage,
-            TrialDone: self._count_trial,
-            StageResult: self._end_stage,
-            PlanDone: lambda e: self._write(f"  plan    {self._count()}  {_format_plan(e.result)}"),
-            WorkloadReport: self._end_workload,
+            events.RunStarted: lambda e: self._write(describe_run(e)),
+            events.WorkloadStarted: self._start_workload,
+            events.PartStarted: self._start_part,
+            events.VariantScreened: self._screen,
+            events.StageStarted: self._start_stage,
+            events.TrialDone: self._count_trial,
+            events.StageResult: self._end_stage,
+            events.PlanDone: lambda e: self._write(f"  plan    {self._count()}  {_format_plan(e.result)}"),
+            events.WorkloadReport: self._end_workload,
         }
         handlers[type(event)](event)
 
-    def _write(self, line: str) -> None:
-        self.terminal.note(line)
+    def _write(self, line: str, *, cut: bool = False) -> None:
+        self.terminal.note(line, cut=cut)  # what a line that is cut lacks is in ``--json`` and the journal
         self.last_line = time.monotonic()
 
     def _write_off_terminal(self, line: str) -> None:
@@ -104,14 +82,14 @@ class TuneProgress:
         if not self.terminal.err.is_terminal:
             self._write(f"  ... {line}")
 
-    def _start_workload(self, event: WorkloadStarted) -> None:
+    def _start_workload(self, event: events.WorkloadStarted) -> None:
         self.where = f"{event.workload.name} ({event.index + 1} of {event.total})"
         self.stage, self.part, self.done, self.of = None, "", 0, 0
         self.began = time.monotonic()
         left = f", about {format_span(event.left_s)} left" if event.index else ""
         self._write(f"{self.where}{left}: {describe_workload(event.workload)}")
 
-    def _start_part(self, event: PartStarted) -> None:
+    def _start_part(self, event: events.PartStarted) -> None:
         if event.part != self.part:
             self.part, self.done, self.of = event.part, 0, 0
         self.of = self.done + event.count
@@ -123,18 +101,18 @@ class TuneProgress:
         self.done += 1
         return f"{self.done:>2} of {max(self.of, self.done):<2}"
 
-    def _screen(self, event: VariantScreened) -> None:
+    def _screen(self, event: events.VariantScreened) -> None:
         known = "  (from the journal)" if event.result.resumed else ""
         self._write(f"  default {self._count()}  {_format_plan(event.result)}{known}")
 
-    def _start_stage(self, event: StageStarted) -> None:
+    def _start_stage(self, event: events.StageStarted) -> None:
         self.stage, self.trial = event, None
         self.failures, self.reasons = Counter(), {}
         if sum(event.rejected.values()):
             self.failures["rejected"] = sum(event.rejected.values())
-        self._write_off_terminal(f"{self._format_stage()}, {self._format_time()}: {self._format_state()}")
+        self._write_off_terminal(f"{self._format_stage(event)}, {self._format_time()}: {self._format_state()}")
 
-    def _count_trial(self, event: TrialDone) -> None:
+    def _count_trial(self, event: events.TrialDone) -> None:
         self.trial = event
         outcome = event.evaluation.outcome
         if outcome.status != "ok":
@@ -145,7 +123,7 @@ class TuneProgress:
             failed = format_counts(self.failures)
             self._write(f"  {event.stage:<10} {self._format_state()}   {self._format_time()}   {failed}")
 
-    def _end_stage(self, result: StageResult) -> None:
+    def _end_stage(self, result: events.StageResult) -> None:
         trials = result.search.trials
         self.measured |= {(result.study, trial.config) for trial in trials if not trial.resumed}
         if result.winner is not None:
@@ -162,17 +140,11 @@ class TuneProgress:
         new = result.stage not in self.explained  # every chunk size and workload rejects much the same
         for status, word in FAILURES.items():
             if self.failures[status] and status != "slow" and (new or status != "rejected"):
-                self._write_short(f"        {self.failures[status]} {word}{_sum_up(reasons.get(status))}")
+                self._write(f"        {self.failures[status]} {word}{_sum_up(reasons.get(status))}", cut=True)
         self.explained.add(result.stage)
         self.stage = None
 
-    def _write_short(self, line: str) -> None:
-        """A line that is cut at the width of a terminal: what it lacks is in ``--json`` and the journal."""
-        if self.terminal.err.is_terminal:
-            line = _cut(line, self.terminal.err.width - 1)
-        self._write(line)
-
-    def _end_workload(self, report: WorkloadReport) -> None:
+    def _end_workload(self, report: events.WorkloadReport) -> None:
         self.part = ""
         if report.failure:
             self._write(f"  failed     {report.failure}")
@@ -182,7 +154,7 @@ class TuneProgress:
             what = f"{gain} the default" if report.improved else f"the default, which nothing beat{limited}"
             self._write(f"  stored     {what}, after {report.seconds:.0f} s{self._tell_known(report)}")
 
-    def _tell_known(self, report: WorkloadReport) -> str:
+    def _tell_known(self, report: events.WorkloadReport) -> str:
         """How many trials were not measured for this workload, and where they came from."""
         trials = [(result.study, trial) for result in report.stages for trial in result.search.trials]
         known = [(study, trial.config) in self.measured for study, trial in trials if trial.resumed]
@@ -193,27 +165,25 @@ class TuneProgress:
 
     def _render(self) -> Any:
         """What is under way, in at most six lines."""
-        title = Text.assemble((self.where, "bold"), "  ", (self._format_time(), "dim"))
-        lines = [title]
-        if self.stage is None and self.part:
-            count = f", {min(self.done + 1, self.of)} of {self.of}" if self.of else ""
-            lines.append(Text(f"{DOING[self.part]}{count}"))
         width = min(78, self.terminal.err.width - 2)
-        if self.stage is None:
-            return Group("", *(_cut(line, width) for line in lines))
-        done, of = (self.trial.number, self.trial.of) if self.trial else (0, self.stage.budget)
-        bar = Table.grid()  # a bar by itself ends no line
-        bar.add_row(ProgressBar(total=max(of, 1), completed=done, width=width, complete_style="green"))
-        failed = format_counts(self.failures) or "none failed"
-        lines += [Text(self._format_stage()), Text(self._format_state()), Text(failed, style="dim")]
-        first, *rest = (_cut(line, width) for line in lines)
-        return Group("", first, bar, *rest)
+        texts = [Text.assemble((self.where, "bold"), "  ", (self._format_time(), "dim"))]
+        bars = []
+        if self.stage is not None:
+            done, of = (self.trial.number, self.trial.of) if self.trial else (0, self.stage.budget)
+            bars.append(Table.grid())  # a bar by itself ends no line
+            bars[0].add_row(ProgressBar(total=max(of, 1), completed=done, width=width, complete_style="green"))
+            failed = format_counts(self.failures) or "none failed"
+            texts += [Text(self._format_stage(self.stage)), Text(self._format_state()), Text(failed, style="dim")]
+        elif self.part:
+            count = f", {min(self.done + 1, self.of)} of {self.of}" if self.of else ""
+            texts.append(Text(f"{DOING[self.part]}{count}"))
+        for text in texts:
+            text.truncate(width, overflow="ellipsis")
+        return Group("", texts[0], *bars, *texts[1:])
 
-    def _format_stage(self) -> str:
-        if self.stage is None:
-            return ""
+    def _format_stage(self, stage: events.StageStarted) -> str:
         number = f"stage {self.done + 1} of {self.of}, " if self.of else ""
-        return f"{number}{self.stage.stage}, {self.stage.variant.text}"
+        return f"{number}{stage.stage}, {stage.variant.text}"
 
     def _format_time(self) -> str:
         """Time that the workload took so far, and its limit."""
@@ -231,9 +201,9 @@ class TuneProgress:
         )
 
 
-def describe_run(event: RunStarted) -> str:
+def describe_run(event: events.RunStarted) -> str:
     """How long a run takes at most or about, and what it has to compile, in one line."""
-    count = "1 workload" if event.workloads == 1 else f"{event.workloads} workloads"
+    count = format_count(event.workloads, "workload")
     if event.limit_s is None:
         time_s = f"{count}, no time limit: about {format_span(event.about_s)}"
     else:
@@ -275,11 +245,3 @@ def _format_plan(result: Evaluation[Plan]) -> str:
     error = outcome.check.get("max_rel_err")
     shown = f"  error {format_error(error)}" if isinstance(error, (int, float)) else ""
     return f"{name}  {format_us(outcome.median_us):>9}{shown}"
-
-
-def _cut(line: str | Text, width: int) -> Any:
-    """A line that ends with an ellipsis where it is too long."""
-    if isinstance(line, str):
-        return line if len(line) <= width else f"{line[: width - 1]}…"
-    line.truncate(width, overflow="ellipsis")
-    return line

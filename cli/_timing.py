@@ -6,6 +6,7 @@ Of a backward, whole calls are training steps: PyTorch frees and allocates as it
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,75 +18,61 @@ from kda_tl.bench.timing import cuda_graph, summarise, time_host, time_interleav
 from kda_tl.bench.workloads import Workload
 from kda_tl.cli._call import make_step
 from kda_tl.cli._console import one_line
-from kda_tl.cli._floor import Ceilings, Row, call_bytes
 from kda_tl.cli._peers import Operator, find_peers
+from kda_tl.cli._report import OURS, CallRow, Ceilings, Result, Row
 from kda_tl.core.device import Device
+from kda_tl.core.dtypes import TORCH_DTYPE
 from kda_tl.core.layout import make_layout
+from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Cost, Stage
 from kda_tl.errors import CompileError
 from kda_tl.reference import relative_error
 from kda_tl.runtime.dispatch import load_program
 from kda_tl.runtime.program import Program
 
-OURS = "kda_tl"
 Call = Callable[[], tuple[Any, ...]]  # of tensors; the first is compared
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+_MATMUL = {"cuda": (8192, torch.bfloat16), "cpu": (1024, torch.float32)}
+_CEILING_REPS = {"cuda": 20, "cpu": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much is measured."""
+    """Where and how much is measured."""
 
+    device: Device
+    ceilings: Ceilings
     reps: int
     rounds: int
     peers: bool
     stages: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallRow:
-    """A whole call, as issued from Python, as a CUDA graph, and the host's part of it; of a backward, with its forward.
-
-    ``peak_bytes`` is what a call adds to the device's allocated memory at most, None on the CPU.
-    """
-
-    name: str
-    eager_us: float
-    eager_mad_us: float
-    graph_us: float | None
-    host_us: float
-    peak_bytes: int | None
-    floor_us: float
-    share_of_floor: float
-    speed: float
-    difference: float
+def measure_ceilings(device: Device) -> Ceilings:
+    """Times a copy and a matmul on the device."""
+    where, reps = torch_device(device), _CEILING_REPS[device.kind]
+    source = torch.ones(_COPY_BYTES[device.kind], dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+    copy_us = statistics.median(time_launch(lambda: target.copy_(source), where, reps=reps))
+    size, dtype = _MATMUL[device.kind]
+    a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
+    matmul_us = statistics.median(time_launch(lambda: a @ b, where, reps=reps))
+    moved, computed = 2 * source.numel() / copy_us * 1e6, 2 * size**3 / matmul_us * 1e6
+    return Ceilings(bytes_per_s=moved, flops_per_s=computed, dtype=str(dtype).removeprefix("torch."))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Everything that was measured of one workload."""
-
-    workload: str
-    problem: str
-    plan: str
-    step: str
-    stages: tuple[Row, ...]
-    calls: tuple[CallRow, ...]
-    left_out: Mapping[str, str]
-
-
-def bench_workload(workload: Workload, device: Device, ceilings: Ceilings, settings: Settings) -> Result:
+def bench_workload(workload: Workload, settings: Settings) -> Result:
     """Times a workload with the plan that serves it."""
-    choice, program = load_program(workload.problem(), device)
+    choice, program = load_program(workload.problem(), settings.device)
     if program is None:
         raise CompileError(f"{choice.reason}.")
     with torch.no_grad():
-        stages = _time_stages(program, workload, device, ceilings, settings) if settings.stages else ()
-        calls, left_out = _time_calls(workload, device, ceilings, settings, program)
-    plan = f"{program.plan.pipeline} BT={program.plan.BT} BC={program.plan.BC}"
+        stages = _time_stages(workload, program, settings) if settings.stages else ()
+        calls, left_out = _time_calls(workload, program, settings)
     return Result(
         workload=workload.name,
         problem=workload.problem().key,
-        plan=plan,
+        plan=f"{program.plan.pipeline} BT={program.plan.BT} BC={program.plan.BC}",
         step=choice.step,
         stages=stages,
         calls=calls,
@@ -93,13 +80,11 @@ def bench_workload(workload: Workload, device: Device, ceilings: Ceilings, setti
     )
 
 
-def _time_stages(
-    program: Program, workload: Workload, device: Device, ceilings: Ceilings, settings: Settings
-) -> tuple[Row, ...]:
+def _time_stages(workload: Workload, program: Program, settings: Settings) -> tuple[Row, ...]:
     """Every stage by itself, on what the stages before it made."""
-    where = torch_device(device)
-    tensors, sizes = operator_tensors(workload, program.plan.BT, where, segments=program.pipeline.segments)
-    case = Case(problem=workload.problem(), device=device, BT=program.plan.BT, BC=program.plan.BC)
+    where, plan = torch_device(settings.device), program.plan
+    tensors, sizes = operator_tensors(workload, plan.BT, where, segments=program.pipeline.segments)
+    case = Case(problem=workload.problem(), device=settings.device, BT=plan.BT, BC=plan.BC)
     rows: list[Row] = []
 
     def launch(stage: Stage, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -108,17 +93,16 @@ def _time_stages(
         again = functools.partial(kernel.launch, inputs, outputs, where)
         median, mad = summarise(time_launch(again, where, reps=settings.reps * settings.rounds))
         cost = stage.cost(case, sizes)
-        rows.append(
-            Row(
-                name=stage.name,
-                config=kernel.config.as_dict(),
-                median_us=median,
-                mad_us=mad,
-                bytes=cost.bytes,
-                flops=cost.flops,
-                floor_us=ceilings.floor_us(cost),
-            )
+        row = Row(
+            name=stage.name,
+            config=kernel.config.as_dict(),
+            median_us=median,
+            mad_us=mad,
+            bytes=cost.bytes,
+            flops=cost.flops,
+            roofline_us=settings.ceilings.roofline_us(cost),
         )
+        rows.append(row)
         return tuple(outputs)
 
     program.flow().run(launch, tensors)
@@ -126,50 +110,47 @@ def _time_stages(
 
 
 def _time_calls(
-    workload: Workload, device: Device, ceilings: Ceilings, settings: Settings, program: Program
-) -> tuple[tuple[CallRow, ...], dict[str, str]]:
+    workload: Workload, program: Program, settings: Settings
+) -> tuple[tuple[CallRow, ...], Mapping[str, str]]:
     """The operator and its peers, round by round in turns; of a backward, whole steps with the forward before it."""
-    where = torch_device(device)
-    inputs = workload.inputs(where)
+    device, where = settings.device, torch_device(settings.device)
     operators: dict[str, Operator] = {OURS: lambda given: workload.declaration.call(**given)}
-    left_out: dict[str, str] = {}
-    if settings.peers:
-        peers, left_out = find_peers(workload, where)
-        operators |= peers
-    calls, outputs = _try_operators(operators, inputs, workload, left_out)
+    peers, left_out = find_peers(workload, where) if settings.peers else ({}, {})
+    calls, outputs, refused = _try_operators(operators | peers, workload.inputs(where), workload)
     graphs = {name: graph for name, call in calls.items() if (graph := _capture(call, device))}
-    eager = time_interleaved(calls, where, rounds=settings.rounds, reps=settings.reps)
-    replayed = time_interleaved(graphs, where, rounds=settings.rounds, reps=settings.reps)
-    eager_us, graph_us = ({name: summarise(x)[0] for name, x in rounds.items()} for rounds in (eager, replayed))
-    floor = ceilings.floor_us(_least_cost(workload, device, program))
-    rows = [
-        CallRow(
+
+    def time_all(launches: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, float]]:
+        rounds = time_interleaved(launches, where, rounds=settings.rounds, reps=settings.reps)
+        return {name: summarise(medians) for name, medians in rounds.items()}
+
+    eager, replayed = time_all(calls), time_all(graphs)
+    roofline = settings.ceilings.roofline_us(_least_cost(workload, program, device))
+    rows = []
+    for name, call in calls.items():
+        shared = replayed if {name, OURS} <= replayed.keys() else eager
+        row = CallRow(
             name=name,
-            eager_us=eager_us[name],
-            eager_mad_us=summarise(eager[name])[1],
-            graph_us=graph_us.get(name),
+            eager_us=eager[name][0],
+            eager_mad_us=eager[name][1],
+            graph_us=replayed[name][0] if name in replayed else None,
             host_us=time_host(call, where, reps=100 if device.kind == "cuda" else 3),
             peak_bytes=_peak_bytes(call, where),
-            floor_us=floor,
-            share_of_floor=floor / graph_us.get(name, eager_us[name]),
-            speed=_compare(graph_us if {name, OURS} <= graph_us.keys() else eager_us, name),
+            roofline_us=roofline,
+            roofline_fraction=roofline / replayed.get(name, eager[name])[0],
+            speed=shared[OURS][0] / shared[name][0],
             difference=relative_error(outputs[name], outputs[OURS]),
         )
-        for name, call in calls.items()
-    ]
-    return tuple(rows), left_out
-
-
-def _compare(times_us: Mapping[str, float], name: str) -> float:
-    return times_us[OURS] / times_us[name]
+        rows.append(row)
+    return tuple(rows), left_out | refused
 
 
 def _try_operators(
-    operators: Mapping[str, Operator], inputs: Mapping[str, Any], workload: Workload, left_out: dict[str, str]
-) -> tuple[dict[str, Call], dict[str, torch.Tensor]]:
-    """Calls to time, and what each computes; a peer that refuses the problem is left out, and why."""
+    operators: Mapping[str, Operator], inputs: Mapping[str, Any], workload: Workload
+) -> tuple[dict[str, Call], dict[str, torch.Tensor], dict[str, str]]:
+    """Calls to time, what each computes, and of a peer that refuses the problem, why."""
     calls: dict[str, Call] = {}
-    outputs = {}
+    outputs: dict[str, torch.Tensor] = {}
+    refused: dict[str, str] = {}
     for name, operator in operators.items():
         try:
             call: Call = functools.partial(operator, inputs)
@@ -180,23 +161,33 @@ def _try_operators(
         except Exception as error:  # peers refuse however they like
             if name == OURS:
                 raise
-            left_out[name] = one_line(error)
-    return calls, outputs
+            refused[name] = one_line(error)
+    return calls, outputs, refused
 
 
-def _least_cost(workload: Workload, device: Device, program: Program) -> Cost:
+def _least_cost(workload: Workload, program: Program, device: Device) -> Cost:
     """Inputs in and outputs out once, for each pass of a call; the FLOPs are those of the stages."""
     problem = workload.problem()
-    programs, moved = [program], call_bytes(problem)
+    passes: dict[Problem, Program | None] = {problem: program}
     if problem.direction == "bwd":
         forward = replace(problem, direction="fwd")
-        programs += [found for found in (load_program(forward, device)[1],) if found]
-        moved += call_bytes(forward)
+        passes[forward] = load_program(forward, device)[1]
     flops = 0
-    for each in programs:
+    for each in filter(None, passes.values()):
         sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.pipeline.segments).sizes
         flops += sum(kernel.stage.cost(kernel.case, sizes).flops for kernel in each.kernels.values())
-    return Cost(bytes=moved, flops=flops)
+    return Cost(bytes=sum(map(call_bytes, passes)), flops=flops)
+
+
+def call_bytes(problem: Problem) -> int:
+    """Bytes that any way to compute a pass must move: its inputs once in, its outputs once out."""
+    p = problem
+    io, g, beta = (TORCH_DTYPE[dtype].itemsize for dtype in (p.dtype, p.g_dtype, p.beta_dtype))
+    token = (2 * p.H * p.K + p.HV * p.V) * io + p.HV * p.K * g + p.HV * beta
+    states = p.initial_state + p.final_state
+    if p.direction == "bwd":  # a gradient for each of these, and do instead of o
+        token, states = 2 * token, states + p.initial_state
+    return p.tokens * (token + p.HV * p.V * io) + p.sequences * p.HV * p.K * p.V * 4 * states
 
 
 def _peak_bytes(call: Call, where: torch.device) -> int | None:

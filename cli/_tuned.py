@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,22 @@ import torch
 from kda_tl.bench.fixtures import PLAN_CHECK_TOKENS, torch_device
 from kda_tl.bench.timing import ratio_ci, summarise, time_interleaved
 from kda_tl.bench.workloads import Workload
-from kda_tl.cli._call import make_launch, measure_errors
-from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error, format_ratio, format_us, make_table
+from kda_tl.cli._call import make_launches, measure_errors
+from kda_tl.cli._console import (
+    ExitCode,
+    Terminal,
+    format_chunks,
+    format_config,
+    format_error,
+    format_ratio,
+    format_us,
+    make_table,
+)
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Plan
 from kda_tl.database.store import reload, use
 from kda_tl.runtime.dispatch import select_cached
 from kda_tl.tune.events import StageResult, TuneReport, WorkloadReport
-from kda_tl.tune.journal import Outcome
 
 # The recurrence walks token by token in float64; autograd keeps two states a token, 17 MB for 64 heads of 128 by 128.
 CHECKED_TOKENS = {"fwd": 2048, "bwd": PLAN_CHECK_TOKENS}
@@ -55,8 +63,8 @@ def finish(report: TuneReport, directory: Path, terminal: Terminal) -> int:
                 served[name] = serve(found.workload, found.default, report.device)
     values = {
         "gpu": report.device.slug,
-        "journals": [str(path) for path in report.journals],
-        "database": str(directory),
+        "journals": report.journals,
+        "database": directory,
         "seconds": report.seconds,
         "workloads": [_as_dict(found, served.get(found.workload.name)) for found in report.workloads],
     }
@@ -90,12 +98,8 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     choice = select_cached(workload.problem(), device)
     checked = workload.trimmed(CHECKED_TOKENS[workload.direction])
     errors = measure_errors(workload.declaration, checked.inputs(where), choice.plan, workload.direction)
-    inputs = workload.inputs(where)
     is_default = choice.plan == default
-    plans = {"tuned": None} if is_default else {"tuned": None, "default": default}
-    launches = {
-        name: make_launch(workload.declaration, inputs, workload.direction, plan) for name, plan in plans.items()
-    }
+    launches = make_launches(workload, where, {"tuned": None} if is_default else {"tuned": None, "default": default})
     with torch.no_grad():
         rounds = time_interleaved(launches, where, rounds=ROUNDS, reps=3 if device.kind == "cpu" else 20)
     rounds.setdefault("default", rounds["tuned"])
@@ -113,94 +117,68 @@ def serve(workload: Workload, default: Plan, device: Device) -> Served:
     )
 
 
-def _tables(report: TuneReport, served: dict[str, Served]) -> Iterator[Any]:
-    stages = [stage for found in report.workloads if found.entry is None for stage in found.stages]
-    if stages:
+def _tables(report: TuneReport, served: Mapping[str, Served]) -> Iterator[Any]:
+    if stages := [stage for found in report.workloads if found.entry is None for stage in found.stages]:
         yield _stage_table(stages)
     if served:
         called = ", ".join(dict.fromkeys(found.workload.operator for found in report.workloads))
         right = ("BT/BC", called, "default", "gain", "error")
-        table = make_table("workload", "pipeline", *right, right=right)
-        for found in report.workloads:
-            if (s := served.get(found.workload.name)) is not None and found.entry is not None:
-                plan = found.entry.plan
-                default = ("same plan", "-") if s.is_default else (format_us(s.default_us), format_ratio(s.ratio))
-                times = (format_us(s.tuned_us), *default, format_error(s.error))
-                table.add_row(found.workload.name, plan["pipeline"], format_chunks(plan), *times)
-        yield table
+        yield make_table("workload", "pipeline", *right, right=right, rows=_served_rows(report, served))
         yield f"error: of {called}, relative to the float64 recurrence."
         if any(s.is_default for s in served.values()):
             yield "same plan: nothing beat the default in the contest of plans, so the stored record names it."
         yield from _explain_noise(report, served)
         if any(found.workload.direction == "bwd" for found in report.workloads):
             yield "Of a backward: time without the forward, error of the worst gradient."
-    for found in report.workloads:
-        if found.failure:
-            yield f"{found.workload.name}: {found.failure}"
-    paths = sorted({str(found.path) for found in report.workloads if found.path})
-    yield from (f"Plans are in {path}" for path in paths)
+    yield from (f"{found.workload.name}: {found.failure}" for found in report.workloads if found.failure)
+    yield from (f"Plans are in {path}" for path in sorted({str(f.path) for f in report.workloads if f.path}))
     yield from (f"Trials are in {path}" for path in report.journals)
 
 
-def _explain_noise(report: TuneReport, served: dict[str, Served]) -> Iterator[str]:
+def _served_rows(report: TuneReport, served: Mapping[str, Served]) -> Iterator[Sequence[str]]:
+    for found in report.workloads:
+        if (s := served.get(found.workload.name)) is not None and found.entry is not None:
+            plan = found.entry.plan
+            default = ("same plan", "-") if s.is_default else (format_us(s.default_us), format_ratio(s.ratio))
+            times = (format_us(s.tuned_us), *default, format_error(s.error))
+            yield found.workload.name, plan["pipeline"], format_chunks(plan), *times
+
+
+def _explain_noise(report: TuneReport, served: Mapping[str, Served]) -> Iterator[str]:
     """Of plans that won their contest and whose gain the few rounds of the table do not show."""
     for found in report.workloads:
         s = served.get(found.workload.name)
         if s is not None and not s.is_default and s.ci95[0] <= 1 and found.entry is not None:
             gain, rounds = format_ratio(found.entry.vs_default.ratio), found.entry.time_us.rounds
-            told = (
-                f"{gain} in the {rounds} rounds of its contest; the {ROUNDS} rounds of this table are within the noise"
-            )
-            yield f"{found.workload.name}: {told}."
+            noise = f"the {ROUNDS} rounds of this table are within the noise"
+            yield f"{found.workload.name}: {gain} in the {rounds} rounds of its contest; {noise}."
 
 
-def _stage_table(stages: list[StageResult]) -> Any:
+def _stage_table(stages: Sequence[StageResult]) -> Any:
     right = ("BT/BC", "best", "default", "gain")
-    table = make_table("stage", "BT/BC", "best", "default", "gain", "config", right=right)
-    for stage in stages:
-        config = ", ".join(f"{k}={v}" for k, v in stage.winner.as_dict().items()) if stage.winner else "nothing valid"
-        variant = f"{stage.variant.BT}/{stage.variant.BC}"
-        times = (format_us(stage.median_us), format_us(stage.default_us), format_ratio(stage.ratio))
-        table.add_row(stage.stage, variant, *times, config)
-    return table
+    rows = [
+        (
+            stage.stage,
+            f"{stage.variant.BT}/{stage.variant.BC}",
+            format_us(stage.median_us),
+            format_us(stage.default_us),
+            format_ratio(stage.ratio),
+            format_config(stage.winner, ", ") if stage.winner else "nothing valid",
+        )
+        for stage in stages
+    ]
+    return make_table("stage", *right, "config", right=right, rows=rows)
 
 
 def _as_dict(found: WorkloadReport, served: Served | None) -> dict[str, Any]:
-    return {
-        "workload": found.workload.name,
-        "problem": found.workload.problem().key,
-        "entry": found.entry.as_dict() if found.entry else None,
-        "path": str(found.path) if found.path else None,
-        "served": served,
-        "stages": [_stage_as_dict(stage) for stage in found.stages],
-        "plans": [{"plan": plan.config.as_dict(), **_outcome_as_dict(plan.outcome)} for plan in found.plans],
-        "counts": found.counts,
-        "resumed": found.resumed,
-        "improved": found.improved,
-        "stopped_because": found.stopped_because,
-        "failure": found.failure,
-        "seconds": found.seconds,
-    }
+    """A workload's report for JSON: its search is told by counts, its trials are in the journal."""
+    values = {**vars(found), "workload": found.workload.name, "problem": found.workload.problem().key}
+    values |= {"served": served, "counts": found.counts, "resumed": found.resumed, "improved": found.improved}
+    stages = [{**vars(s), "counts": s.search.counts, "stopped_because": s.search.stopped_because} for s in found.stages]
+    values["stages"] = [_leave_out("search", stage) for stage in stages]
+    values["plans"] = [{"plan": plan.config, **_leave_out("samples_us", vars(plan.outcome))} for plan in found.plans]
+    return _leave_out("default", values)
 
 
-def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
-    return {name: value for name, value in vars(outcome).items() if name != "samples_us"}
-
-
-def _stage_as_dict(stage: StageResult) -> dict[str, Any]:
-    return {
-        "stage": stage.stage,
-        "variant": stage.variant,
-        "study": stage.study,
-        "winner": stage.winner.as_dict() if stage.winner else None,
-        "default": stage.default.as_dict(),
-        "median_us": stage.median_us,
-        "mad_us": stage.mad_us,
-        "default_us": stage.default_us,
-        "ratio": stage.ratio,
-        "ci95": stage.ci95,
-        "rejected": stage.rejected,
-        "counts": stage.search.counts,
-        "stopped_because": stage.search.stopped_because,
-        "seconds": stage.seconds,
-    }
+def _leave_out(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}

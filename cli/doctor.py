@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,34 +18,25 @@ from typing import Any
 
 from kda_tl.cli._console import ExitCode, Terminal, make_table, one_line
 from kda_tl.cli._exit import was_interrupted
+from kda_tl.core import toolchain
 from kda_tl.core.device import Device, cpu_device, cuda_device, find_compiler
 from kda_tl.core.packages import REQUIREMENTS
-from kda_tl.core.toolchain import (
-    CACHE_VARIABLE,
-    cache_directory,
-    cache_refusal,
-    can_import_tilelang,
-    explain_missing,
-    import_tilelang,
-)
 from kda_tl.errors import KdaTlError
 
 OK, MISSING, NOTE = "ok", "MISSING", "note"
+STYLES = {OK: None, MISSING: "bold red", NOTE: "yellow"}
 PACKAGES = REQUIREMENTS | {"tvm_ffi": "apache-tvm-ffi"}  # which comes with TileLang
 ORDER = ("torch", "tilelang", "tvm_ffi", "optuna", "numpy", "filelock", "platformdirs", "psutil", "rich", "pynvml")
+PEERS = {"FLA": "flash-linear-attention", "cuDNN": "nvidia-cudnn-frontend"}
 NEEDED_PYTHON = (3, 10)
 NVCC_HINT = "install a CUDA toolkit of 12.3 or later, or `pip install 'kda-tl[cuda-compiler]'`"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the table.
+    """One line of the table: what was looked at, how it is, what is there, and what to do about it.
 
-    Attributes:
-        name: what was looked at.
-        state: "ok", "MISSING" (something needed) or "note" (something that would add to what works).
-        found: what is there.
-        hint: what to do about it.
+    The state is "ok", "MISSING" (something needed) or "note" (something that would add to what works).
     """
 
     name: str
@@ -52,11 +44,10 @@ class Check:
     found: str
     hint: str = ""
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
-    parser.add_argument("--no-kernel", action="store_true", help="do not compile and run a kernel")
-    parser.add_argument("--json", action="store_true", help="every check as JSON")
+    @classmethod
+    def of(cls, name: str, fine: object, found: str, hint: str, otherwise: str = MISSING) -> Check:
+        """A check that is fine, and needs no hint, or is not."""
+        return cls(name=name, state=OK if fine else otherwise, found=found, hint="" if fine else hint)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -69,8 +60,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             checks += _guard(functools.partial(_kernel, device))
     if was_interrupted():  # in the import of a package that took it for an error of its own
         raise KeyboardInterrupt
-    missing = [check for check in checks if check.state == MISSING]
-    terminal.show({"ok": not missing, "checks": checks}, *_tables(checks))
+    missing = [check.name for check in checks if check.state == MISSING]
+    told = f"Missing: {', '.join(missing)}." if missing else "Everything needed is here."
+    terminal.show({"ok": not missing, "checks": checks}, _table(checks), told)
     return ExitCode.ENVIRONMENT if missing else ExitCode.OK
 
 
@@ -86,34 +78,33 @@ def _guard(group: Callable[[], Iterator[Check]]) -> list[Check]:
     return checks
 
 
+def _find_version(package: str) -> str:
+    """The version that is installed, empty if none is."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _packages() -> Iterator[Check]:
     python = f"{platform.python_version()} ({sys.executable})"
-    fits = sys.version_info >= NEEDED_PYTHON
-    hint = "" if fits else "install Python 3.10 or later"
-    yield Check(name="python", state=OK if fits else MISSING, found=python, hint=hint)
-    try:
-        yield Check(name="kda-tl", state=OK, found=metadata.version("kda-tl"))
-    except metadata.PackageNotFoundError:
-        yield Check(name="kda-tl", state=NOTE, found="not installed, run from its folder", hint="pip install -e .")
+    yield Check.of("python", sys.version_info >= NEEDED_PYTHON, python, "install Python 3.10 or later")
+    own = _find_version("kda-tl")
+    yield Check.of("kda-tl", own, own or "not installed, run from its folder", "pip install -e .", NOTE)
     for module in ORDER:
         yield _package(module, PACKAGES[module])
 
 
 def _package(module: str, requirement: str) -> Check:
     """Whether a package is there, and works."""
-    name = requirement.partition(">")[0]
-    hint = f"pip install '{requirement}'"
+    name, hint, otherwise = requirement.partition(">")[0], f"pip install '{requirement}'", MISSING
     try:
-        import_tilelang() if module == "tilelang" else importlib.import_module(module)
+        toolchain.import_tilelang() if module == "tilelang" else importlib.import_module(module)
     except Exception as error:  # a broken package raises whatever it likes
-        found, state = one_line(error.__cause__ or error), MISSING
         if module == "pynvml":  # measured without it, too
-            state, hint = NOTE, f"clocks and driver are then not recorded: {hint}"
-        return Check(name=name, state=state, found=f"cannot be imported ({found})", hint=hint)
-    try:
-        return Check(name=name, state=OK, found=metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return Check(name=name, state=OK, found="version unknown")
+            otherwise, hint = NOTE, f"clocks and driver are then not recorded: {hint}"
+        return Check.of(name, False, f"cannot be imported ({one_line(error.__cause__ or error)})", hint, otherwise)
+    return Check(name=name, state=OK, found=_find_version(name) or "version unknown")
 
 
 def _devices() -> list[Device]:
@@ -143,21 +134,14 @@ def _gpu() -> Iterator[Check]:
 
 
 def _compilers() -> Iterator[Check]:
-    has_gpu = len(_devices()) > 1
-    compiler = find_compiler(cpu_device())
-    if compiler:
-        yield Check(name="C++ compiler", state=OK, found=f"{compiler}, {_version(compiler)}")
-    else:
-        hint = "install g++ (Debian, Ubuntu: apt install g++) or clang++; until then the CPU runs plain PyTorch"
-        yield Check(name="C++ compiler", state=MISSING, found="none", hint=hint)
-    probe = Device(slug="", arch="sm_0", num_sms=0, smem_bytes=0)
-    nvcc = find_compiler(probe)
-    if nvcc:
-        yield Check(name="nvcc", state=OK, found=f"{nvcc}, {_version(nvcc)}")
-    elif has_gpu:
-        yield Check(name="nvcc", state=MISSING, found="none", hint=NVCC_HINT)
-    else:
-        yield Check(name="nvcc", state=NOTE, found="none", hint=f"needed to compile for GPUs (--static): {NVCC_HINT}")
+    gcc_hint = "install g++ (Debian, Ubuntu: apt install g++) or clang++; until then the CPU runs plain PyTorch"
+    gpu = Device(slug="", arch="sm_0", num_sms=0, smem_bytes=0)
+    needed = len(_devices()) > 1
+    nvcc = (MISSING, NVCC_HINT) if needed else (NOTE, f"needed to compile for GPUs (--static): {NVCC_HINT}")
+    for name, device, otherwise, hint in (("C++ compiler", cpu_device(), MISSING, gcc_hint), ("nvcc", gpu, *nvcc)):
+        compiler = find_compiler(device)
+        found = f"{compiler}, {_version(compiler)}" if compiler else "none"
+        yield Check.of(name, compiler, found, hint, otherwise)
 
 
 def _version(compiler: str) -> str:
@@ -174,12 +158,8 @@ def _databases() -> Iterator[Check]:
         entries = sum(len(file.entries) for file in database.files.values())
         gpus = ", ".join(sorted({file.gpu.slug for file in database.files.values()}))
         found = f"{entries} plans{f' for {gpus}' if gpus else ''} in {database.path}"
-        name = f"{database.name} database"
-        if database.skipped:
-            hint = f"{' '.join(database.skipped)}: see `kda-tl db validate`"
-            yield Check(name=name, state=MISSING, found=found, hint=hint)
-        else:
-            yield Check(name=name, state=OK, found=found)
+        hint = f"{' '.join(database.skipped)}: see `kda-tl db validate`"
+        yield Check.of(f"{database.name} database", not database.skipped, found, hint)
 
 
 def _directories() -> Iterator[Check]:
@@ -187,17 +167,14 @@ def _directories() -> Iterator[Check]:
 
     directory = writable_directory()
     writable, existing = _is_writable(directory)
-    hint = "" if writable else "set KDA_TL_DB to a directory you may write, or pass `tune --db DIR`"
     found = f"{directory}{'' if existing == directory else ' (made when needed)'}"
-    yield Check(name="tuning results", state=OK if writable else MISSING, found=found, hint=hint)
-    cache, refusal = Path(cache_directory()), cache_refusal()
+    hint = "set KDA_TL_DB to a directory you may write, or pass `tune --db DIR`"
+    yield Check.of("tuning results", writable, found, hint)
+    cache, refusal = Path(toolchain.cache_directory()), toolchain.cache_refusal()
     if not refusal and not _is_writable(cache)[0]:
         refusal = f"{cache} (can only be read)"
-    hint = f"every process compiles its own kernels: set {CACHE_VARIABLE} to a directory you may write"
-    if refusal:
-        yield Check(name="kernel cache", state=NOTE, found=refusal, hint=hint)
-    else:
-        yield Check(name="kernel cache", state=OK, found=str(cache))
+    hint = f"every process compiles its own kernels: set {toolchain.CACHE_VARIABLE} to a directory you may write"
+    yield Check.of("kernel cache", not refusal, refusal or str(cache), hint, NOTE)
 
 
 def _is_writable(directory: Path) -> tuple[bool, Path]:
@@ -207,38 +184,43 @@ def _is_writable(directory: Path) -> tuple[bool, Path]:
 
 
 def _peers() -> Iterator[Check]:
-    for name, package in (("FLA", "flash-linear-attention"), ("cuDNN", "nvidia-cudnn-frontend")):
-        try:
-            yield Check(name=f"peer {name}", state=OK, found=metadata.version(package))
-        except metadata.PackageNotFoundError:
-            hint = f"only for `bench --peers`: pip install {package}"
-            yield Check(name=f"peer {name}", state=NOTE, found="not installed", hint=hint)
+    for name, package in PEERS.items():
+        version, hint = _find_version(package), f"only for `bench --peers`: pip install {package}"
+        yield Check.of(f"peer {name}", version, version or "not installed", hint, NOTE)
 
 
 def _kernel(device: Device) -> Iterator[Check]:
     """One stage compiled, run and compared with its reference."""
-    name = f"kernel on {device.kind}"
-    if find_compiler(device) is None or not can_import_tilelang():
-        yield Check(name=name, state=MISSING, found=f"not run: {explain_missing(device)}")
+    name, hint = f"kernel on {device.kind}", "report this with the output of doctor --json"
+    if find_compiler(device) is None or not toolchain.can_import_tilelang():
+        yield Check(name=name, state=MISSING, found=f"not run: {toolchain.explain_missing(device)}")
         return
-    from kda_tl.cli._smoke import run_stage
-
     try:
-        result = run_stage(device)
+        yield Check(name=name, state=OK, found=_run_small_kernel(device))
     except KdaTlError as error:
-        yield Check(
-            name=name, state=MISSING, found=one_line(error), hint="report this with the output of doctor --json"
-        )
-        return
-    yield Check(name=name, state=OK, found=result)
+        yield Check(name=name, state=MISSING, found=one_line(error), hint=hint)
 
 
-def _tables(checks: list[Check]) -> Iterator[Any]:
+def _run_small_kernel(device: Device) -> str:
+    """What happened, in a sentence. Raises CompileError, and WrongResultError if it differs from its reference."""
+    from kda_tl.bench.fixtures import StageFixture, check_kernel
+    from kda_tl.bench.workloads import Workload
+    from kda_tl.runtime.compile import compile_stage
+    from kda_tl.templates.pipelines import PIPELINES
+
+    workload = Workload(name="small", T=40, H=1, K=32, V=32, dtype="fp32")  # the last chunk is ragged
+    fixture = StageFixture(pipeline=PIPELINES["staged"], workload=workload, device=device, BT=16, BC=8)
+    stage, *_ = fixture.pipeline.stages
+    begin = time.perf_counter()
+    kernel = compile_stage(stage, fixture.case, stage.default(fixture.case))
+    seconds = time.perf_counter() - begin
+    error = check_kernel(kernel, fixture, stage.tolerance["fp32"])
+    return f"{stage.name} compiled in {seconds:.1f} s, relative error {error:.1e} against its reference"
+
+
+def _table(checks: list[Check]) -> Any:
     table = make_table("", "what", "found")
     for check in checks:
         found = f"{check.found}: {check.hint}" if check.hint else check.found
-        style = {OK: "green", MISSING: "bold red", NOTE: "yellow"}[check.state]
-        table.add_row(f"{check.state:<7}", check.name, found, style=None if check.state == OK else style)
-    yield table
-    missing = [check.name for check in checks if check.state == MISSING]
-    yield f"Missing: {', '.join(missing)}." if missing else "Everything needed is here."
+        table.add_row(f"{check.state:<7}", check.name, found, style=STYLES[check.state])
+    return table

@@ -3,108 +3,48 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from kda_tl import templates
-from kda_tl.cli._console import ExitCode, Terminal, format_error, make_table, one_line
-from kda_tl.cli._problem import add_workload_arguments, read_numbers, read_workloads
-from kda_tl.cli._target import add_gpu_argument, find_here, find_known
+from kda_tl.bench.fixtures import plan_tolerance, torch_device
+from kda_tl.bench.timing import summarise, time_interleaved
+from kda_tl.cli import _call
+from kda_tl.cli._console import ExitCode, Terminal, format_count, format_error, format_us, make_table, one_line
+from kda_tl.cli._kernels import check_compiles, judge_file, renew_files
+from kda_tl.cli._problem import read_numbers, read_workloads
+from kda_tl.cli._subjects import Finding, Subject, default_subjects, served_subjects, stored_subjects
+from kda_tl.cli._target import find_here, find_known, load_directory
 from kda_tl.core.device import Device
-from kda_tl.errors import KdaTlError
+from kda_tl.database.store import Database, sources, stale_stages, validate
+from kda_tl.runtime.compile import require_compiler
+from kda_tl.runtime.dispatch import default_plan
 
-if TYPE_CHECKING:
-    from kda_tl.bench.workloads import Workload
-    from kda_tl.core.stage import Plan
-    from kda_tl.database.lookup import TuningFile
-    from kda_tl.database.store import Database, Entry, Key
-
-TAGS = {"fwd": {"cpu": "cpu", "cuda": "tune"}, "bwd": {"cpu": "train-cpu", "cuda": "train"}}  # tuned on such devices
-RAGGED: dict[str, Any] = {"B": 2, "T": 97, "lengths": ()}  # ends inside a chunk of any size
-PACKED: dict[str, Any] = {"B": 1, "T": 0, "lengths": (63, 0, 1, 130)}  # an empty sequence, one of a single token
-STATES = {"initial_state": True, "state_v_first": True}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
-    add_gpu_argument(parser)
-    add_workload_arguments(parser, "all plans that are shipped")
-    parser.add_argument(
-        "--static",
-        action="store_true",
-        help="compile only, for a device that need not be here; records whose kernels are the same get today's hashes",
-    )
-    parser.add_argument("--time", action="store_true", help="also fail where a stored plan is slower than the default")
-    parser.add_argument("--db", metavar="DIR", help="plans of this database instead of the packaged one")
-    parser.add_argument("--allow-stale", action="store_true", help="report stale plans, but do not fail for them")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one a core)")
-    parser.add_argument("--json", action="store_true", help="every check as JSON")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """One plan to check, what for, and whether a database holds it or it is a default."""
-
-    name: str
-    workload: Workload
-    plan: Plan
-    shipped: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One way to call the operator: what changes in the workload, and flags of the problem that no key holds but every
-    plan must serve."""
-
-    name: str
-    shape: dict[str, Any]
-    flags: dict[str, Any] = field(default_factory=dict)
-
-
-VARIANTS = (
-    Variant(name="ragged", shape=RAGGED),
-    Variant(name="packed", shape=PACKED),
-    Variant(name="bare", shape=RAGGED, flags={"l2norm": False, "beta": "plain", "final_state": False}),
-    Variant(name="stateful", shape={**PACKED, **STATES}, flags=STATES),
-)
-
-
-def variants_of(subject: Subject) -> tuple[Variant, ...]:
-    """All for the forward's defaults; for others those that need no further kernels, ten seconds a variant."""
-    all_flags = not subject.shipped and subject.workload.direction == "fwd"
-    return tuple(variant for variant in VARIANTS if all_flags or not variant.flags)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """The result of one check."""
-
-    subject: str
-    check: str
-    passed: bool
-    error: float | None = None
-    tolerance: float | None = None
-    detail: str = ""
+# A plan is too slow if it is so in more than one of three rounds
+ROUNDS, MAX_BAD_ROUNDS = 3, 1
+SUBROUNDS = 5  # medians a round
+MIN_RATIO, MADS, MIN_US = 0.05, 3.0, 2.0
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Checks the files, then the plans of every device that was named."""
     chosen = read_workloads(args) if args.workload or read_numbers(args) else ()
     devices = find_known(args.gpu) if args.static else (find_here(args.gpu, args, static=True),)
-    database = _open_database(args.db)
+    packaged = (database for database in sources() if database.name == "packaged")
+    database = next(packaged) if args.db is None else load_directory(args.db)
     findings = list(_check_files(database, devices, args, terminal))
     for device in devices:
-        from kda_tl.runtime.compile import require_compiler
-
         require_compiler(device)
-        subjects = list(_default_subjects(device, chosen, static=args.static))
-        for direction in TAGS:
-            found, stored = _stored_subjects(database, device, direction, chosen)
-            findings += found
-            subjects += stored
-        subjects += _served_subjects(database, device, chosen)
-        count = "1 plan" if len(subjects) == 1 else f"{len(subjects)} plans"
+        stored = list(stored_subjects(database, device, chosen))
+        findings += [found for found in stored if isinstance(found, Finding)]
+        subjects = list(default_subjects(device, chosen, static=args.static))
+        subjects += [found for found in stored if isinstance(found, Subject)]
+        subjects += served_subjects(database, device, chosen)
+        count = format_count(len(subjects), "plan")
         terminal.note(f"{device.slug} ({device.arch}): {count}, defaults among them.")
         findings += _check_device(subjects, device, args, terminal)
     failed = [finding for finding in findings if not finding.passed]
@@ -115,35 +55,18 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def _check_device(
     subjects: Sequence[Subject], device: Device, args: argparse.Namespace, terminal: Terminal
-) -> list[Finding]:
-    findings: list[Finding] = []
+) -> Iterator[Finding]:
     if args.static or device.kind == "cuda":  # a GPU's kernels take seconds each
-        from kda_tl.cli._compile import check_compiles
-
-        findings += check_compiles(subjects, device, args.jobs, terminal, static=args.static)
+        yield from check_compiles(subjects, device, args.jobs, terminal, static=args.static)
     if args.static:
-        return findings
+        return
     for number, subject in enumerate(subjects, start=1):
         terminal.note(f"  {number:>2} of {len(subjects)}  {subject.name}")
-        findings += _check_subject(subject, device)
-    if args.time:
-        from kda_tl.cli._regression import check_speed
-
-        shipped = [subject for subject in subjects if subject.shipped]
-        for number, subject in enumerate(shipped, start=1):
-            terminal.note(f"  {number:>2} of {len(shipped)}  {subject.name}: plan against default")
-            findings.append(check_speed(subject, device))
-    return findings
-
-
-def _open_database(directory: str | None) -> Database:
-    if directory is not None:
-        from kda_tl.cli.db import load_directory
-
-        return load_directory(directory)
-    from kda_tl.database.store import sources
-
-    return next(database for database in sources() if database.name == "packaged")
+        yield from _check_subject(subject, device)
+    shipped = [subject for subject in subjects if subject.shipped and args.time]
+    for number, subject in enumerate(shipped, start=1):
+        terminal.note(f"  {number:>2} of {len(shipped)}  {subject.name}: plan against default")
+        yield check_speed(subject, device)
 
 
 def _check_files(
@@ -153,13 +76,9 @@ def _check_files(
 
     Compiled only, files of the devices' architectures are judged by their kernels, and others are not judged.
     """
-    from kda_tl.database.store import stale_stages, validate
-
     problems = validate(database.path)
     yield Finding(subject="database", check="valid", passed=not problems, detail=" ".join(problems))
     if args.static:
-        from kda_tl.cli._renew import renew_files
-
         yield from renew_files(database, devices, args, terminal)
         return
     current = templates.fingerprints()
@@ -169,109 +88,11 @@ def _check_files(
         yield judge_file(file, stale, f"{remedy}: `kda-tl tune --stale`.", allow_stale=args.allow_stale)
 
 
-def judge_file(
-    file: TuningFile, stale: Mapping[Key, Sequence[str]], remedy: str, *, allow_stale: bool, told: str = ""
-) -> Finding:
-    """Whether plans of a file are current.
-
-    Args:
-        file: the file.
-        stale: stages that changed, by the keys of stale plans.
-        remedy: what to do about those.
-        allow_stale: they are no failure.
-        told: what else is to be said.
-    """
-    stages = ", ".join(sorted({stage for changed in stale.values() for stage in changed}))
-    detail = f"{len(stale)} of {len(file.entries)} plans are stale ({stages} changed): {remedy}" if stale else ""
-    name, passed = f"{file.gpu.slug}/{file.operator}_{file.direction}", allow_stale or not stale
-    return Finding(subject=name, check="current", passed=passed, detail=" ".join(filter(None, [detail, told])))
-
-
-def _default_subjects(device: Device, chosen: Sequence[Workload] = (), *, static: bool) -> Iterator[Subject]:
-    """The default of every problem that was chosen, or that is tuned on a device.
-
-    Compiled only, one backward stands for all that are tuned: its kernels take half a minute on two cores.
-    """
-    from kda_tl.bench.workloads import select
-    from kda_tl.runtime.dispatch import default_plan
-
-    for direction, tags in TAGS.items():
-        subjects: dict[Any, Subject] = {}
-        mine = [workload for workload in chosen if workload.direction == direction]
-        for workload in mine if chosen else select([tags[device.kind]]):
-            problem = workload.problem().without_lengths()
-            plan = default_plan(problem, device)
-            subjects.setdefault(problem, Subject(name=f"default {workload.name}", workload=workload, plan=plan))
-        one = static and direction == "bwd" and not chosen
-        yield from list(subjects.values())[: 1 if one else None]
-
-
-def _stored_subjects(
-    database: Database, device: Device, direction: str, chosen: Sequence[Workload]
-) -> tuple[list[Finding], list[Subject]]:
-    """Plans stored for a device and a pass, if workloads were chosen those of theirs; unusable ones are findings."""
-    from kda_tl.database.store import Key
-    from kda_tl.ops import load_all
-    from kda_tl.runtime.dispatch import parse_plan
-
-    findings: list[Finding] = []
-    found: list[Subject] = []
-    files = [database.files.get((device.slug, operator, direction)) for operator in load_all()]
-    owners = {(w.operator, Key.of(w.problem())): w for w in chosen if w.direction == direction}
-    for file, key in [(each, key) for each in files if each for key in sorted(each.entries)]:
-        if chosen and (file.operator, key) not in owners:
-            continue
-        entry = file.entries[key]
-        workload = owners.get((file.operator, key)) or find_workload(entry, direction, file.operator)
-        name = f"stored {workload.name}"
-        try:
-            plan = parse_plan(entry.plan, workload.problem(), device)
-        except KdaTlError as error:
-            findings.append(Finding(subject=f"{name} {key.text}", check="usable", passed=False, detail=one_line(error)))
-        else:
-            found.append(Subject(name=name, workload=workload, plan=plan, shipped=True))
-    return findings, found
-
-
-def _served_subjects(database: Database, device: Device, chosen: Sequence[Workload]) -> Iterator[Subject]:
-    """What the database serves to workloads that have no plan of their own in it."""
-    from kda_tl.database.lookup import EXACT
-    from kda_tl.runtime.dispatch import select_plan
-
-    for workload in chosen:
-        choice = select_plan(workload.problem(), device, (database,))
-        if choice.plan is not None and choice.step not in (EXACT, "default"):
-            name = f"served {workload.name} ({choice.step})"
-            yield Subject(name=name, workload=workload, plan=choice.plan, shipped=True)
-
-
-def find_workload(entry: Entry, direction: str, operator: str = "chunk_kda") -> Workload:
-    """The workload of a pass that an entry was tuned on; where the table has none, one of its buckets."""
-    from kda_tl.bench.workloads import WORKLOADS, Workload
-    from kda_tl.database.store import Key
-
-    key = entry.key
-    for workload in WORKLOADS:
-        if (workload.operator, workload.direction) == (operator, direction) and Key.of(workload.problem()) == key:
-            return workload
-    H = max(1, key.heads_bucket // key.group)
-    count = max(1, key.tokens_bucket // key.longest_bucket)
-    shape: dict[str, Any] = {"B": count, "T": key.longest_bucket}
-    if key.varlen:
-        shape = {"lengths": (key.longest_bucket,) * count}
-    sizes: dict[str, Any] = {"H": H, "HV": H * key.group, "K": key.K, "V": key.V}
-    kind: dict[str, Any] = {"operator": operator, "dtype": key.dtype, "gate": key.gate, "direction": direction}
-    return Workload(name=key.text, **kind, **sizes, **shape)
-
-
 def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
     """The operator run with the plan, each way against the recurrence."""
-    from kda_tl.bench.fixtures import plan_tolerance, torch_device
-    from kda_tl.cli import _call
-
     w = subject.workload
     tolerance = plan_tolerance(w, device)
-    for variant in variants_of(subject):
+    for variant in subject.variants:
         finding = Finding(subject=subject.name, check=variant.name, passed=False, tolerance=tolerance)
         inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
         inputs = w.declaration.bare(inputs) if variant.name == "bare" else inputs
@@ -286,12 +107,40 @@ def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
         yield replace(finding, passed=passed, error=errors[worst], detail=detail)
 
 
+def check_speed(subject: Subject, device: Device) -> Finding:
+    """Times plan and default in turns; fails if the plan is clearly slower in 2 of 3 rounds."""
+    finding = Finding(subject=subject.name, check="speed", passed=True)
+    workload, problem = subject.workload, subject.workload.problem()
+    if -(-workload.tokens // subject.plan.BT) * problem.HV < device.num_sms:
+        return replace(finding, detail="smaller than a wave: not gated.")
+    default = default_plan(problem, device)
+    if default == subject.plan:
+        return finding
+    where, reps = torch_device(device), 3 if device.kind == "cpu" else 20
+    launches = _call.make_launches(workload, where, {"plan": subject.plan, "default": default})
+    with torch.no_grad():
+        rounds = [time_interleaved(launches, where, rounds=SUBROUNDS, reps=reps) for _ in range(ROUNDS)]
+    bad = [r for r in rounds if is_slower(r["plan"], r["default"])]
+    middles = [[format_us(statistics.median(r[name])) for name in ("plan", "default")] for r in rounds]
+    passed = len(bad) <= MAX_BAD_ROUNDS
+    times = ", ".join(" against ".join(pair) for pair in middles)
+    detail = "" if passed else f"slower than the default in {len(bad)} of {ROUNDS} rounds: {times}."
+    return replace(finding, passed=passed, detail=detail)
+
+
+def is_slower(plan: Sequence[float], default: Sequence[float]) -> bool:
+    """Whether a plan is slower by more than 5 %, by more than the noise, and by more than a launch's jitter."""
+    middle, mad = summarise(default)
+    behind = statistics.median(plan) - middle
+    return behind > max(MIN_RATIO * middle, MADS * mad) and behind > MIN_US
+
+
 def _tables(findings: Sequence[Finding]) -> Iterator[Any]:
-    table = make_table("plan", "check", "error", "limit", "result", right=("error", "limit"))
-    for f in findings:
-        limit = "-" if f.tolerance is None else f"{f.tolerance:.0e}"
-        table.add_row(f.subject, f.check, format_error(f.error), limit, "ok" if f.passed else "FAILED")
-    yield table
+    rows = [
+        (f.subject, f.check, format_error(f.error), format_error(f.tolerance, 0), "ok" if f.passed else "FAILED")
+        for f in findings
+    ]
+    yield make_table("plan", "check", "error", "limit", "result", right=("error", "limit"), rows=rows)
     told: dict[str, list[str]] = {}
     for f in findings:
         told.setdefault(f.detail, []).append(f"{f.subject}, {f.check}")

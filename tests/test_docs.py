@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import random
 import re
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from kda_tl import cli
+from kda_tl.cli._options import add_arguments
 from kda_tl.core.device import Device, cpu_device, find_compiler
 from kda_tl.core.problem import DTYPES, GATES, Problem
 from kda_tl.database.gpus import known_device, resolve_gpu
@@ -64,7 +64,7 @@ def list_code(page: str) -> list[str]:
 def list_options(command: str) -> set[str]:
     """All options of a command of kda-tl, those of its actions too."""
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"kda_tl.cli.{command}").add_arguments(parser)
+    add_arguments(command, parser)
     parsers, options = [parser], set[str]()
     for each in parsers:
         options |= each._option_string_actions.keys()

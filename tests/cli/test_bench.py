@@ -21,10 +21,8 @@ from kda_tl.bench.workloads import Workload, select
 from kda_tl.cli import _chart as chart
 from kda_tl.cli import main
 from kda_tl.cli._console import to_json
-from kda_tl.cli._floor import Ceilings, Row
 from kda_tl.cli._peers import _activate_before, find_versions
-from kda_tl.cli._report import Report, read_report
-from kda_tl.cli._timing import CallRow, Result
+from kda_tl.cli._report import CallRow, Ceilings, Report, Result, Row, read_report
 from kda_tl.core.problem import GATES
 from kda_tl.errors import InputError
 from kda_tl.reference import recurrent_kda, relative_error
@@ -46,8 +44,8 @@ def invent_call(name: str, us: float, graph: bool = True) -> CallRow:
         graph_us=us if graph else None,
         host_us=60.0,
         peak_bytes=12345678,
-        floor_us=us / 7,
-        share_of_floor=1 / 7,
+        roofline_us=us / 7,
+        roofline_fraction=1 / 7,
         speed=1.0,
         difference=float("inf"),
     )
@@ -58,14 +56,15 @@ def invent_result(workload: Workload) -> Result:
     scale = workload.H * workload.tokens / 8192
     names = [name for name in US if name != "cudnn" or workload.gate == "safe"]
     calls = [invent_call(name, US[name] * scale, graph=name != "cudnn" or workload.B == 1) for name in names]
-    stage = Row(name="fwd_gate", config={"BK": 64}, median_us=60.0, mad_us=0.5, bytes=10**8, flops=10**9, floor_us=25.0)
+    times = {"median_us": 60.0, "mad_us": 0.5, "roofline_us": 25.0}
+    stage = Row(name="fwd_gate", config={"BK": 64}, bytes=10**8, flops=10**9, **times)
     return Result(
         workload=workload.name,
         problem=workload.problem().key,
         plan="staged BT=64 BC=16",
         step="exact bucket",
         stages=(stage,),
-        calls=tuple(replace(call, floor_us=100 * scale) for call in calls),
+        calls=tuple(replace(call, roofline_us=100 * scale) for call in calls),
         left_out={} if "cudnn" in names else {"cudnn": "it has no softplus gate"},
     )
 
@@ -81,7 +80,7 @@ Bench = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
     """The command; nothing is measured, the numbers are invented."""
-    monkeypatch.setattr("kda_tl.cli._floor.measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr("kda_tl.cli._timing.measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr("kda_tl.cli._timing.bench_workload", lambda workload, *_: invent_result(workload))
     monkeypatch.setattr("kda_tl.cli._peers.find_versions", lambda: VERSIONS)
 
@@ -96,7 +95,7 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever measures fails."""
-    monkeypatch.setattr("kda_tl.cli._floor.measure_ceilings", lambda device: pytest.fail("it measures"))
+    monkeypatch.setattr("kda_tl.cli._timing.measure_ceilings", lambda device: pytest.fail("it measures"))
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ def spoil_number(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda values: values.clear(), "it lacks 'workloads'"),
+        (lambda values: values.clear(), "it lacks 'environment'"),
         (lambda values: values["workloads"].clear(), "no call was measured"),
         (lambda values: values["workloads"][1]["calls"].clear(), "no call was measured"),
         (lambda values: values["workloads"].append(values["workloads"][0]), "a workload is there twice"),
@@ -265,7 +264,7 @@ def cells(figure: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 @drawing
-def test_bars_are_the_times_and_marks_the_floors() -> None:
+def test_bars_are_the_times_and_marks_the_rooflines() -> None:
     found = {(row, column): axes for row, column, axes in cells(chart.make_figure(invent_report()))}
     assert len(found) == 21
     shapes = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import random
 import re
@@ -18,7 +17,8 @@ from support.cli_cases import CPU, SMALL, Run, make_entry, store
 
 from kda_tl.bench.fixtures import _recurrence, operator_tensors
 from kda_tl.bench.workloads import WORKLOADS, Workload, draw_gradients, select
-from kda_tl.cli._problem import NOT_IN_KEYS, change_workload, read_workloads
+from kda_tl.cli._options import NOT_IN_KEYS, add_arguments
+from kda_tl.cli._problem import change_workload, read_workloads
 from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("own_database")
 
 def make_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"kda_tl.cli.{command}").add_arguments(parser)
+    add_arguments(command, parser)
     return parser
 
 
@@ -62,7 +62,7 @@ def read(*argv: object, default: tuple[str, ...] = ()) -> tuple[Workload, ...]:
 def test_every_command_takes_the_same_options(command: str) -> None:
     actions = {word: action for action in make_parser(command)._actions for word in action.option_strings}
     explain = {word: action for action in make_parser("explain")._actions for word in action.option_strings}
-    expected = OPTIONS - ({f"--{name}" for name in NOT_IN_KEYS} if command == "show" else set())
+    expected = OPTIONS - (set(NOT_IN_KEYS) if command == "show" else set())
     assert actions.keys() & OPTIONS == expected
     for word in expected | {"--workload"}:
         mine, other = vars(actions[word]), vars(explain[word])

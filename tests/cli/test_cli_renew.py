@@ -18,7 +18,7 @@ import pytest
 from support.cli_cases import CPU, SMALL, Run, make_entry, spawn, store
 
 from kda_tl import templates
-from kda_tl.cli import _compile
+from kda_tl.cli import _kernels
 from kda_tl.core.stage import Case, Stage
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
@@ -121,7 +121,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 found.append(job.stage.name)
             yield index, job.run() if isinstance(job, HashJob) else 1.0
 
-    monkeypatch.setattr(_compile, "map_pool", run_here)
+    monkeypatch.setattr(_kernels, "map_pool", run_here)
     monkeypatch.setattr(compile_module, "_kernels", {})
     return found
 

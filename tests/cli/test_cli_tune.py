@@ -81,7 +81,7 @@ def test_tune_ends_by_calling_the_backward(
             passes.extend(word for word in more if isinstance(word, str))
             return real(inputs, *more)
 
-        monkeypatch.setattr(f"kda_tl.cli._tuned.{name}", spy)
+        monkeypatch.setattr(_tuned if name == "measure_errors" else call, name, spy)
 
     def answer(directory: Path) -> list[WorkloadReport]:
         entry = make_entry(SMALL_BACKWARD, CPU)
@@ -233,7 +233,7 @@ def test_static_compiles_the_stages_of_one_pipeline(
     run: Run, options: Sequence[str], stages: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("kda_tl.cli._static.compile_static", lambda *_, **more: asked.append(more["stages"]) or ())
+    monkeypatch.setattr("kda_tl.cli.tune.compile_static", lambda *_, **more: asked.append(more["stages"]) or ())
     run("tune", "--gpu", "h200", "--static", *options)
     assert asked == [stages]
 

@@ -14,8 +14,7 @@ import torch
 from support.cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, Run, make_entry, store
 
 from kda_tl.cli import _call as call
-from kda_tl.cli import _regression as regression
-from kda_tl.cli import verify
+from kda_tl.cli import _subjects, verify
 from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
 from kda_tl.runtime.dispatch import default_plan
@@ -120,12 +119,12 @@ def test_verify_fails_for_a_kernel_that_does_not_compile(
             result = "0" * 64 if isinstance(job, HashJob) else 1.0
             yield index, WorkerFailure("ptxas does not like it") if bad else result
 
-    monkeypatch.setattr("kda_tl.cli._compile.map_pool", compile_all)
-    monkeypatch.setattr("kda_tl.runtime.compile.require_compiler", lambda device: None)
+    monkeypatch.setattr("kda_tl.cli._kernels.map_pool", compile_all)
+    monkeypatch.setattr("kda_tl.cli.verify.require_compiler", lambda device: None)
     monkeypatch.setattr(call, "measure_errors", lambda *_: {"o": 0.0})
     h200 = known_device("nvidia_h200")
     monkeypatch.setattr("kda_tl.cli._target.current_device", lambda: h200)
-    monkeypatch.setattr("kda_tl.bench.fixtures.torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr("kda_tl.cli.verify.torch_device", lambda device: torch.device("cpu"))
     plan = default_plan(SMALL.problem(), h200, BT=32)
     store(own_database, h200, make_entry(SMALL, h200, plan=plan))
     argv = ("verify", "--gpu", "h200", "--db", own_database, "--workload", SMALL.name)
@@ -171,7 +170,7 @@ def test_verify_runs_plans_in_their_own_pass(run: Run, own_database: Path, monke
 
 
 def test_verify_compiles_one_backward_default() -> None:
-    subjects = list(verify._default_subjects(known_device("nvidia_h200"), static=True))
+    subjects = list(_subjects.default_subjects(known_device("nvidia_h200"), static=True))
     assert [s.workload.direction for s in subjects].count("bwd") == 1
 
 
@@ -219,7 +218,7 @@ def test_verify_finds_plans_that_cannot_run(run: Run, own_database: Path) -> Non
     ids=["slower", "within 5 %", "within 2 us", "within the noise"],
 )
 def test_speed_gate(plan: list[float], default: list[float], slower: bool) -> None:
-    assert regression.is_slower(plan, default) is slower
+    assert verify.is_slower(plan, default) is slower
 
 
 @pytest.fixture
@@ -231,8 +230,8 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert {name: plan and plan.BT for name, plan in launches.items()} == {"plan": 32, "default": 64}
         return {"plan": [found.pop(0)] * rounds, "default": [100.0] * rounds}
 
-    monkeypatch.setattr(regression, "make_launch", lambda operator, inputs, direction, plan: plan)
-    monkeypatch.setattr(regression, "time_interleaved", measure)
+    monkeypatch.setattr(call, "make_launch", lambda operator, inputs, direction, plan: plan)
+    monkeypatch.setattr(verify, "time_interleaved", measure)
     return found
 
 

@@ -16,6 +16,7 @@ from kda_tl.errors import InputError
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.tune import compile_only
 from kda_tl.tune.compile_only import Compiled, compile_static, read_resources
+from kda_tl.tune.isolate import WorkerFailure
 
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 
@@ -71,12 +72,13 @@ def test_resources_are_read_from_an_embedded_cubin() -> None:
 
 
 def test_verify_fails_the_plans_whose_kernels_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kda_tl.cli import _compile
-    from kda_tl.cli.verify import Subject
+    from kda_tl.cli import _kernels
+    from kda_tl.cli._subjects import Subject
 
     device = known_device("nvidia_h200")
     workloads = [Workload(name=f"K{K}", T=64, H=1, K=K) for K in (64, 128)]
     subjects = [Subject(name=w.name, workload=w, plan=default_plan(w.problem(), device)) for w in workloads]
-    monkeypatch.setattr(_compile, "_compile", lambda kernels, *_: {next(iter(kernels)): "nvcc said no."})
-    found = list(_compile.check_compiles(subjects, device, 1, None, static=True))  # type: ignore[arg-type]
+    failure = WorkerFailure("nvcc said no.")
+    monkeypatch.setattr(_kernels, "_run", lambda kernels, *_: {next(iter(kernels)): failure})
+    found = list(_kernels.check_compiles(subjects, device, 1, None, static=True))  # type: ignore[arg-type]
     assert [(f.subject, f.passed, f.detail) for f in found] == [("K64", False, "nvcc said no."), ("K128", True, "")]
