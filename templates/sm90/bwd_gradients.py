@@ -48,12 +48,13 @@ Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import keep_seen, share_heads, split_chunks
 from kda_tl.templates.common.slopes import Slopes
@@ -65,10 +66,8 @@ from kda_tl.templates.sm90.gates import LEAST_STEP, Chunk, Gate, find_step, is_w
 from kda_tl.templates.sm90.gradients import (
     HALF,
     PAD,
-    Known,
     Rows,
     compute_pairs,
-    issue_operands,
     issue_rows,
     store_gradients,
     store_operands,
@@ -77,22 +76,18 @@ from kda_tl.templates.sm90.gradients import (
     sum_keys,
     sum_rows,
 )
+from kda_tl.templates.sm90.hopper import GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.rows import BC, BY_EIGHT, NB
 from kda_tl.templates.sm90.warp import find_norms
 
 INPUTS = {
-    "q": "tokens H K : io",
-    "k": "tokens H K : io",
-    "g": "tokens HV G : g",
-    "beta": "tokens HV : beta",
-    "A_log": "HV : f32 ? has_A_log",
-    "dt_bias": "HV G : f32 ? has_dt_bias",
+    **GIVEN,
     "values": "NT HV V BT : io",
     "states": "NT HV V KP : io",
     "do": "tokens HV V : io",
     "dv": "tokens HV V : io",
     "dstates": "NT HV V KP : io",
-    "chunk_tokens": "NT 2 : i32",
+    "chunk_tokens": TABLES["chunk_tokens"],
 }
 OUTPUTS = {
     "dq": "tokens H K : io ? not grouped",
@@ -138,7 +133,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdGradientsConfig(Config):
+class BwdGradientsConfig(HopperConfig):
     """threads: of a block, which has a multiprocessor alone."""
 
     threads: int = tunable(256, 256, 512)
@@ -146,7 +141,7 @@ class BwdGradientsConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, a gate a channel, 16-bit operands of fp32's range, and shared memory."""
         p = case.problem
-        if reason := reject_chunk(case):
+        if reason := super().reject(case) or reject_chunk(case):
             return reason
         if p.K not in (64, 128) or p.V not in (64, 128):  # padded K: TileLang 0.1.15 places its tiles in more memory
             return f"K={p.K}, V={p.V} are not 64 or 128 channels, which its tiles are"
@@ -225,11 +220,12 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             unit[0] = gate.unit(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = gate.bias(dt_bias, i_hv, j)
-            issue_rows(g, start, count, i_hv, g_shared, lambda i: i)
+            issue_rows(g, start, count, i_hv, g_shared, lambda i: (i,))
             T.ptx_commit_group()
-            issue_operands(q, k, start, count, i_h, rows)
-            issue_rows(d_o, start, count, i_hv, outer, BY_EIGHT.row_of)
-            issue_rows(dv, start, count, i_hv, outer, lambda i: BY_EIGHT.row_of(i) + HALF)
+            issue_rows(q, start, count, i_h, rows, lambda i: (i // BC, i % BC))
+            issue_rows(k, start, count, i_h, rows, lambda i: (i // BC, BC + i % BC))
+            issue_rows(d_o, start, count, i_hv, outer, lambda i: (BY_EIGHT.row_of(i),))
+            issue_rows(dv, start, count, i_hv, outer, lambda i: (BY_EIGHT.row_of(i) + HALF,))
             T.async_copy(values[i_t, i_hv, :, :], value_shared)
             T.async_copy(states[i_t, i_hv, :, :], state_shared)
             T.async_copy(dstates[i_t, i_hv, :, :], dstate_shared)
@@ -271,7 +267,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             key_sum = T.alloc_fragment((BT, KP), f32)
             of_keys = T.alloc_fragment((NB, KP), f32)  # what the last row of dG gets in addition, from kg and states
             of_states = T.alloc_fragment((NB, KP), f32)
-            known = Known(value_shared, state_shared, dstate_shared)
+            known = SimpleNamespace(values=value_shared, state=state_shared, dstate=dstate_shared)
             grown = sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_states)
 
             of_key = T.alloc_shared((BT, KP + PAD), f32)
@@ -279,14 +275,9 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             dot = sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row)
             if not p.bounded_gate:
                 if is_wild(wild):
-                    exact_gradients(
-                        gate,
-                        (q, k, g, dt_bias, values, states, d_o, dv, dstates),
-                        (i_t, i_h, i_hv, start, count),
-                        (factor, pairs, unit[0], slope[0], scale),
-                        (above, last, dG_row, keys, grown, of_key, of_keys, written),
-                        config.threads,
-                    )
+                    read, factors = (q, k, g, dt_bias, values, states, d_o, dv, dstates), (factor, pairs)
+                    sums = (above, last, dG_row, keys, grown, of_key, of_keys, written)
+                    exact_gradients(gate, read, at, (*factors, unit[0], slope[0], scale), sums, config.threads)
 
             # the gate
             suffix = T.alloc_fragment((BC, NB, KP), f32)
@@ -303,43 +294,22 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                         dg[start + s * BC + i, i_hv, j] = T.cast(suffix[i, s, j], dg.dtype)
 
             # q and k
-            if p.bounded_gate:
-                store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
-            else:
-                if T.Not(is_wild(wild)):
-                    store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written)
+            if True if p.bounded_gate else T.Not(is_wild(wild)):
+                store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, at, written)
 
     return bwd_gradients
 
 
-def default(case: Case) -> BwdGradientsConfig:
-    """One block a multiprocessor."""
-    return first_valid(case, BwdGradientsConfig())
-
-
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """Inputs, both states, values and their gradients in; four gradients out; eight products of 64 rows."""
+    """Every tensor once; eight products of 64 rows."""
     p, BT = case.problem, case.BT
-    width = {"bf16": 2, "fp16": 2, "fp32": 4}
-    chunks, tokens = sizes["NT"] * p.HV, sizes["tokens"]
-    io = width[p.dtype]
-    own = tokens * ((p.H + p.HV) * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
-    read = chunks * p.V * (2 * p.KP + BT) * io + tokens * 2 * p.HV * p.V * io
     products = BT * (2 * p.V * BT + 3 * p.V * p.KP + 4 * BT * p.KP // 2)
-    return Cost(bytes=2 * own + read + chunks * 4 * (1 + p.KP), flops=chunks * 2 * products)
+    return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=sizes["NT"] * p.HV * 2 * products)
 
 
 # Pairs and anchored operands rounded to 2^-9 each; what cancels in dg was summed from the same roundings
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+default = BwdGradientsConfig.default
 STAGE = Stage(
-    "bwd_gradients",
-    INPUTS,
-    OUTPUTS,
-    BwdGradientsConfig,
-    build,
-    reference,
-    default,
-    cost,
-    TOLERANCE,
-    scalars=("scale", "lower_bound"),
+    "bwd_gradients", INPUTS, OUTPUTS, BwdGradientsConfig, build, reference, default, cost, TOLERANCE, scalars=SCALARS
 )

@@ -9,22 +9,17 @@ Source: the chain rule on the repetition of a head for its value heads.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
+from kda_tl.templates.sm90.hopper import HopperConfig
 
-INPUTS = {
-    "dq_part": "tokens HV K : io ? grouped",
-    "dk_part": "tokens HV K : io ? grouped",
-}
-OUTPUTS = {
-    "dq": "tokens H K : io ? grouped",
-    "dk": "tokens H K : io ? grouped",
-}
+INPUTS = dict.fromkeys(("dq_part", "dk_part"), "tokens HV K : io ? grouped")
+OUTPUTS = dict.fromkeys(("dq", "dk"), "tokens H K : io ? grouped")
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -34,16 +29,17 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdHeadsConfig(Config):
-    """rows: tokens of a head that a block takes; threads a block."""
+class BwdHeadsConfig(HopperConfig):
+    """rows: tokens of a head that a block takes; threads a block. By default a thread has 16 channels of K = 128."""
 
+    NEEDS: ClassVar[str] = "it adds what instructions of sm_90 made"
     rows: int = tunable(16, 8, 16, 32)
     threads: int = tunable(128, 64, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """The device and channels of the stage before it; every thread has 8 bytes to add, and room for its share."""
-        if case.device.sm != 90:
-            return f"it adds what instructions of sm_90 made, the device is {case.device.arch}"
+        if reason := super().reject(case):
+            return reason
         if case.problem.K not in (64, 128):
             return f"K={case.problem.K} is not 64 or 128 channels, which its tiles are"
         elements = self.rows * case.problem.K // self.threads
@@ -84,11 +80,6 @@ def build(case: Case, config: BwdHeadsConfig) -> Any:
     return bwd_heads
 
 
-def default(case: Case) -> BwdHeadsConfig:
-    """16 channels of either gradient a thread at K = 128."""
-    return first_valid(case, BwdHeadsConfig())
-
-
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """Parts of all value heads in, sums out."""
     p = case.problem
@@ -98,4 +89,4 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 # fp32 sums of a few parts; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
-STAGE = Stage("bwd_heads", INPUTS, OUTPUTS, BwdHeadsConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_heads", INPUTS, OUTPUTS, BwdHeadsConfig, build, reference, BwdHeadsConfig.default, cost, TOLERANCE)

@@ -8,15 +8,14 @@ Source: derived in bwd_segment.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
-from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given, merge_segment
+from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.sm90.merge import SPLIT, TOLERANCE, Halves, MergeConfig, load_given, merge_cost, merge_segment
 from kda_tl.templates.sm90.recurrence import read_state
 
 INPUTS = {
@@ -41,12 +40,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     return {"ends": ends}
 
 
-@dataclass(frozen=True, kw_only=True)
-class BwdMergeConfig(MergeConfig):
-    """BV: rows a thread block owns; threads a block."""
-
-
-def build(case: Case, config: BwdMergeConfig) -> Any:
+def build(case: Case, config: MergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments in reverse."""
     p, BV, f32 = case.problem, config.BV, "float32"
     HV, KP, VB = p.HV, p.KP, p.VP // BV
@@ -92,19 +86,9 @@ def build(case: Case, config: BwdMergeConfig) -> Any:
     return bwd_merge
 
 
-def default(case: Case) -> BwdMergeConfig:
-    """Many thread blocks with few rows each."""
-    return first_valid(case, BwdMergeConfig())
-
-
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """dlocal, transition and gradients of final states in; one of a state a segment out; a product a segment."""
-    p, NC = case.problem, sizes["NC"]
-    states = 2 * sizes["NS"] * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.final_state
-    moved = states + NC * p.HV * p.KP * p.KP
-    return Cost(bytes=4 * moved, flops=2 * NC * p.HV * p.V * p.K * p.K)
+    """dlocal, transition and gradients of final states in; one of a state a segment out."""
+    return merge_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-# all is fp32 whatever io is; sums over K channels, a segment after the other
-TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
-STAGE = Stage("bwd_merge", INPUTS, OUTPUTS, BwdMergeConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_merge", INPUTS, OUTPUTS, MergeConfig, build, reference, MergeConfig.default, cost, TOLERANCE)

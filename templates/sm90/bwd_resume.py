@@ -10,16 +10,17 @@ Source: as bwd_scan, whose body this is.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
-from kda_tl.templates.sm90.recurrence import FACTORS, TABLES, WARPGROUP, Factors
-from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
+from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.sm90.hopper import FACTORS, TABLES
+from kda_tl.templates.sm90.recurrence import TOLERANCE, WARPGROUP
+from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, scan, scan_cost, scan_reference
 
 INPUTS = {
     "v": "tokens HV V : io",
@@ -34,21 +35,15 @@ OUTPUTS = SCANNED
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
-    factors = {name: getattr(x, name) for name in FACTORS}
     states, dstates = (y[:, :, : case.problem.V].to(x.decay.dtype).unbind() for y in (x.starts, x.ends))
-    return scan_reference(case, states, dstates, x.v, x.do, x.segments, x.chunk_tokens, factors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdResumeConfig(ScanConfig):
-    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    return scan_reference(case, x, states, dstates)
 
 
 # A thread's: with those of bwd_scan, 24 bytes of what loads are spilled, with these none (TileLang 0.1.15, CUDA 13.0).
 REGISTERS = (216, 72)
 
 
-def build(case: Case, config: BwdResumeConfig) -> Any:
+def build(case: Case, config: ScanConfig) -> Any:
     """The kernel: one thread block a (direction, segment, value head, BV channels)."""
     p = case.problem
     HV, VB = p.HV, p.V // config.BV
@@ -64,25 +59,18 @@ def build(case: Case, config: BwdResumeConfig) -> Any:
         v, d_o, A, Aqk, k_neg, qg, kg, decay, starts, ends, segments, chunk_tokens, values, states, dv, dstates, dh0
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
-            read, written = (v, d_o, factors, starts, ends, segments, chunk_tokens), (values, states, dv, dstates, dh0)
-            scan(case, config, load_state, REGISTERS, True, i_block, NS, Tensors(*read, *written))
+            factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
+            read = {"v": v, "d_o": d_o, "starts": starts, "ends": ends, "segments": segments}
+            written = {"values": values, "states": states, "dv": dv, "dstates": dstates, "dh0": dh0}
+            x = SimpleNamespace(**factors, **read, chunk_tokens=chunk_tokens, **written)
+            scan(case, config, load_state, REGISTERS, True, i_block, NS, x)
 
     return bwd_resume
 
 
-def default(case: Case) -> BwdResumeConfig:
-    """One warpgroup that multiplies."""
-    return first_valid(case, BwdResumeConfig())
-
-
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v, do, what prep made and two states a segment in; values, states and gradients out; ten products a chunk."""
-    p = case.problem
-    states = 2 * sizes["NS"] * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.initial_state
-    return scan_cost(case, sizes, states)
+    """v, do, what prep made and two states a segment in; values, states and gradients out."""
+    return scan_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-# states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
-TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("bwd_resume", INPUTS, OUTPUTS, BwdResumeConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_resume", INPUTS, OUTPUTS, ScanConfig, build, reference, ScanConfig.default, cost, TOLERANCE)

@@ -11,16 +11,17 @@ Source: autograd of Kimi Linear, arXiv:2510.26692, section 3, in the form of fwd
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state, prim_func
-from kda_tl.templates.sm90.recurrence import FACTORS, ROWS, TABLES, WARPGROUP, Factors, read_state
-from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, Tensors, scan, scan_cost, scan_reference
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.tile import at_state, prim_func
+from kda_tl.templates.sm90.hopper import FACTORS, TABLES
+from kda_tl.templates.sm90.recurrence import ROWS, TOLERANCE, WARPGROUP, read_state
+from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, scan, scan_cost, scan_reference
 
 INPUTS = {
     "v": "tokens HV V : io",
@@ -35,21 +36,15 @@ OUTPUTS = SCANNED
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay; a segment is a sequence."""
-    factors = {name: getattr(x, name) for name in FACTORS}
     starts, ends = ([read_state(case, y, n, x.decay) for n in x.segments[:, 2].tolist()] for y in (x.h0, x.dht))
-    return scan_reference(case, starts, ends, x.v, x.do, x.segments, x.chunk_tokens, factors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdScanConfig(ScanConfig):
-    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    return scan_reference(case, x, starts, ends)
 
 
 # A thread's: what multiplies holds a state or its gradient, what loads holds nothing.
 REGISTERS = (232, 40)
 
 
-def build(case: Case, config: BwdScanConfig) -> Any:
+def build(case: Case, config: ScanConfig) -> Any:
     """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
     p = case.problem
     HV, VB = p.HV, p.V // config.BV
@@ -68,26 +63,25 @@ def build(case: Case, config: BwdScanConfig) -> Any:
         v, d_o, A, Aqk, k_neg, qg, kg, decay, h0, dht, segments, chunk_tokens, values, states, dv, dstates, dh0
     ):
         with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
-            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
-            read, written = (v, d_o, factors, h0, dht, segments, chunk_tokens), (values, states, dv, dstates, dh0)
-            scan(case, config, load_state, REGISTERS, False, i_block, NS, Tensors(*read, *written))
+            factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
+            read = {"v": v, "d_o": d_o, "starts": h0, "ends": dht, "segments": segments}
+            written = {"values": values, "states": states, "dv": dv, "dstates": dstates, "dh0": dh0}
+            x = SimpleNamespace(**factors, **read, chunk_tokens=chunk_tokens, **written)
+            scan(case, config, load_state, REGISTERS, False, i_block, NS, x)
 
     return bwd_scan
 
 
-def default(case: Case) -> BwdScanConfig:
+def default(case: Case) -> Config:
     """Two warpgroups where one direction's blocks of 64 channels are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // ROWS) > case.device.num_sms
-    return first_valid(case, BwdScanConfig(BV=2 * ROWS if wide else ROWS))
+    return first_valid(case, ScanConfig(BV=2 * ROWS if wide else ROWS))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v, do and what prep made in; values, states and gradients out; ten products a chunk."""
-    p = case.problem
-    return scan_cost(case, sizes, sizes["N"] * p.HV * p.K * p.V * (2 * p.initial_state + p.final_state))
+    """v, do, what prep made and the caller's states in; values, states and gradients out."""
+    return scan_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-# states, values, their gradients and products' operands rounded to io a chunk; both recurrences contract
-TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("bwd_scan", INPUTS, OUTPUTS, BwdScanConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_scan", INPUTS, OUTPUTS, ScanConfig, build, reference, default, cost, TOLERANCE)

@@ -11,20 +11,20 @@ Source: the transpose of fwd_segment's affine form; the walk is that of bwd_scan
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
+from kda_tl.core.stage import Case, Cost, Operands, Stage
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, at_state, prim_func
+from kda_tl.templates.common.tile import at_state, prim_func
+from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
 from kda_tl.templates.sm90.recurrence import (
-    FACTORS,
     PRODUCER,
-    TABLES,
+    TOLERANCE,
     WARPGROUP,
-    Factors,
     RecurrenceConfig,
     find_chunks,
     layout_lower,
@@ -32,22 +32,24 @@ from kda_tl.templates.sm90.recurrence import (
     store_constants,
 )
 from kda_tl.templates.sm90.ring import Ring
-from kda_tl.templates.sm90.walk import Tiles, Walk, load_backwards, walk_back_reference, walk_backwards
+from kda_tl.templates.sm90.walk import Walk, alloc_tiles, load_backwards, step_back_reference, walk_backwards
 
-INPUTS = {"do": "tokens HV V : io", **FACTORS, "dht": "N HV K V : f32 ? final_state", **TABLES}
+WALKED = {"do": "tokens HV V : io", **FACTORS}
+INPUTS = {**WALKED, "dht": "N HV K V : f32 ? final_state", **TABLES}
 OUTPUTS = {"dlocal": "NS HV VP KP : f32"}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
     p, rows = case.problem, x.segments.tolist()
-    factors = {name: getattr(x, name) for name in FACTORS}
     d_o = split_chunks(x.do.to(x.decay.dtype), x.chunk_tokens, case.BT)
     dlocal = x.decay.new_zeros((len(rows), p.HV, p.VP, p.KP))
     for i_s, (first, count, begins, ends) in enumerate(rows):
         if begins < 0:
             dstate = read_state(case, x.dht if ends >= 0 else None, ends, x.decay)
-            dlocal[i_s, :, : p.V] = walk_back_reference(d_o, dstate, first, count, factors)[0]
+            for t in reversed(range(first, first + count)):
+                _, dstate = step_back_reference(x, t, d_o, dstate)
+            dlocal[i_s, :, : p.V] = dstate
     return {"dlocal": dlocal}
 
 
@@ -67,9 +69,8 @@ REGISTERS, LOADER_REGISTERS = 216, 72
 
 def build(case: Case, config: BwdSegmentConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BV channels), chunks in reverse."""
-    p, BT, BV, stages = case.problem, case.BT, config.BV, config.num_stages
+    p, BV, stages = case.problem, config.BV, config.num_stages
     HV, KP, VB = p.HV, p.KP, p.VP // config.BV
-    io, f32 = TL_DTYPE[p.dtype], "float32"
     consumers = config.consumers
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
@@ -93,23 +94,14 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             begins = segments[i_s, 2] >= 0
             chunks = T.if_then_else(begins, 0, count)
             i_n = T.if_then_else(begins, -1, segments[i_s, 3])
-            x_shared = T.alloc_shared((stages, BT, BV), io)
-            A_shared = T.alloc_shared((stages, BT, BT), io)
-            Aqk_shared = T.alloc_shared((stages, BT, BT), io)
-            n_shared = T.alloc_shared((stages, BT, KP), io)
-            q_shared = T.alloc_shared((stages, BT, KP), io)
-            k_shared = T.alloc_shared((stages, BT, KP), io)
-            decay_shared = T.alloc_shared((stages, KP), f32)
+            tiles = alloc_tiles(case, config)
             ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
-            T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-            triangles = [A_shared, Aqk_shared]
-            store_constants(triangles)
-            A_shared, Aqk_shared = triangles  # names again, see outputs.py
+            T.annotate_layout(layout_lower(tiles.A, tiles.Aqk))
+            store_constants([tiles.A, tiles.Aqk])
 
             w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
-            tiles = Tiles(x_shared, Factors(A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared))
             ring = Ring(ready, free)
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
@@ -119,14 +111,10 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:
-                    load_backwards(case, d_o, Factors(A, Aqk, k_neg, qg, kg, decay), tiles, ring, w)
+                    x = SimpleNamespace(d_o=d_o, A=A, Aqk=Aqk, k_neg=k_neg, qg=qg, kg=kg, decay=decay)
+                    load_backwards(case, x, tiles, ring, w)
 
     return bwd_segment
-
-
-def default(case: Case) -> BwdSegmentConfig:
-    """One warpgroup that multiplies."""
-    return first_valid(case, BwdSegmentConfig())
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
@@ -135,15 +123,12 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     Segments are about as long as each other, and those that begin a sequence are not walked.
     """
     p, BT, NC = case.problem, case.BT, sizes["NC"]
-    io = 4 if p.dtype == "fp32" else 2
     share = NC / max(sizes["NS"], NC)
-    moved = sizes["tokens"] * p.HV * p.V * io
-    moved += sizes["NT"] * p.HV * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
+    walked, every = (count_bytes(case, sizes, tensors) for tensors in (WALKED, INPUTS | OUTPUTS))
     products = sizes["NT"] * p.HV * BT * p.V * (6 * p.K + 4 * BT)
-    states = sizes["NS"] * p.HV * p.VP * p.KP + sizes["N"] * p.HV * p.K * p.V * p.final_state
-    return Cost(bytes=int(share * moved) + states * 4, flops=int(share * products))
+    return Cost(bytes=int(share * walked) + every - walked, flops=int(share * products))
 
 
-# gradients of states and values rounded to io a chunk; the recurrence contracts, so errors do not grow
-TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("bwd_segment", INPUTS, OUTPUTS, BwdSegmentConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage(
+    "bwd_segment", INPUTS, OUTPUTS, BwdSegmentConfig, build, reference, BwdSegmentConfig.default, cost, TOLERANCE
+)

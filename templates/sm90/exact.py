@@ -26,20 +26,18 @@ def read_row(x: Any, start: Any, count: Any, i: Any, head: Any, c: Any, K: int) 
 
 @T.macro
 def exact_pairs(gate, tensors, at, factors, both, scalars):
-    """A chunk's factors and pairs for decays of any size, in place of what overflowed: no exponent above 0, no anchor.
-
-    Every pair of rows has its own exponentials: slow, for the rare chunk that decays below 2^-110 within eight tokens.
+    """A chunk's factors and pairs for decays of any size, in place of what overflowed.
 
     Args:
         gate: the problem's.
         tensors: q, k, g, dt_bias; k_neg, qg, kg and decay, which are written.
-        at: chunk, value head, head, first token and number of tokens.
+        at: the chunk.
         factors: of rows of q and k, sub-chunk by sub-chunk, and beta, in shared memory.
         both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
         scalars: unit and slope of the gate.
     """
     q, k, g, dt_bias, k_neg, qg, kg, decay = tensors
-    i_t, i_hv, i_h, start, count = at
+    i_t, i_hv, i_h, start, count = at.i_t, at.i_hv, at.i_h, at.start, at.count
     factor, b_factor = factors
     unit, slope = scalars
     K, (_, _, BT, KP) = gate.p.K, kg.shape
@@ -104,14 +102,12 @@ def compute_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk):
 
 @T.macro
 def exact_gradients(gate, tensors, at, factors, sums, threads):
-    """A chunk's gradients for decays of any size: no exponent above 0, no anchor. A thread walks rows of a channel.
-
-    Every pair of rows has its own exponential: slow, for the rare chunk that decays below 2^-110 within eight tokens.
+    """A chunk's gradients for decays of any size. A thread walks rows of a channel.
 
     Args:
         gate: the problem's.
         tensors: q, k, g, dt_bias, values, states, do, dv, dstates.
-        at: chunk, head, value head, first token and number of tokens.
+        at: the chunk.
         factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
         sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
             memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`store_gradients`. Of
@@ -119,7 +115,7 @@ def exact_gradients(gate, tensors, at, factors, sums, threads):
         threads: of the block.
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
-    i_t, i_h, i_hv, start, count = at
+    i_t, i_h, i_hv, start, count = at.i_t, at.i_h, at.i_hv, at.start, at.count
     factor, pairs, unit, slope, scale = factors
     G, last, dG, keys, of_q, of_k, of_keys, written = sums
     K, V = gate.p.K, gate.p.V

@@ -53,13 +53,14 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.portable import fwd_gate, fwd_intra
 from kda_tl.templates.sm90.exact import PART, compute_lone, exact_pairs
 from kda_tl.templates.sm90.gates import Chunk, Gate, is_wild, load_gates, reject_chunk
+from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.prep import (
     WARPGROUP,
     find_links,
@@ -73,23 +74,8 @@ from kda_tl.templates.sm90.prep import (
 from kda_tl.templates.sm90.rows import BC, NB
 from kda_tl.templates.sm90.warp import invert, substitute
 
-INPUTS = {
-    "q": "tokens H K : io",
-    "k": "tokens H K : io",
-    "g": "tokens HV G : g",
-    "beta": "tokens HV : beta",
-    "A_log": "HV : f32 ? has_A_log",
-    "dt_bias": "HV G : f32 ? has_dt_bias",
-    "chunk_tokens": "NT 2 : i32",
-}
-OUTPUTS = {
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
-}
+INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
+OUTPUTS = FACTORS
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -121,7 +107,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA takes of each block
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdPrepConfig(Config):
+class PrepConfig(HopperConfig):
     """blocks: that share a multiprocessor's registers and shared memory."""
 
     blocks: int = tunable(3, 1, 2, 3)
@@ -129,7 +115,7 @@ class FwdPrepConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, one gate a channel, 16-bit operands whose range is that of fp32, and shared memory."""
         p = case.problem
-        if reason := reject_chunk(case):
+        if reason := super().reject(case) or reject_chunk(case):
             return reason
         if p.KP not in WIDTHS:
             return f"K={p.K} is not {' or '.join(map(str, WIDTHS))} channels, which its tiles are"
@@ -146,7 +132,7 @@ class FwdPrepConfig(Config):
         return max(operands, pairs) + 4 * BT * 4
 
 
-def build(case: Case, config: FwdPrepConfig) -> Any:
+def build(case: Case, config: PrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT = case.problem, case.BT
     HV, K, KP, group = p.HV, p.K, p.KP, p.group
@@ -203,7 +189,7 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
             if not p.bounded_gate:
                 if is_wild(sums.wild):
                     tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
-                    exact_pairs(gate, tensors, (i_t, i_hv, i_h, start, count), factors, both, (unit[0], slope[0]))
+                    exact_pairs(gate, tensors, at, factors, both, (unit[0], slope[0]))
                     T.sync_threads()
             inverse = T.alloc_shared((BT, BT), io)
             block_rows = T.alloc_shared((BT, BC + 8), io)
@@ -223,20 +209,11 @@ def build(case: Case, config: FwdPrepConfig) -> Any:
     return fwd_prep
 
 
-def default(case: Case) -> FwdPrepConfig:
-    """Three blocks a multiprocessor."""
-    return first_valid(case, FwdPrepConfig())
-
-
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """q, k, g and beta in; two triangles, three tiles and a row out; two products over K, an inverse."""
-    p, BT = case.problem, case.BT
-    width = {"bf16": 2, "fp16": 2, "fp32": 4}
-    chunks, tokens = sizes["NT"] * p.HV, sizes["tokens"]
-    io = width[p.dtype]
-    read = tokens * (2 * p.H * p.K * io + p.HV * (p.G * width[p.g_dtype] + width[p.beta_dtype]))
-    written = chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
-    return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
+    """Every tensor once; two products over K, an inverse."""
+    BT, chunks = case.BT, sizes["NT"] * case.problem.HV
+    flops = chunks * (2 * BT * BT * case.problem.K + 2 * BT**3 // 3)
+    return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=flops)
 
 
 def passes(case: Case) -> dict[str, bool]:
@@ -255,16 +232,7 @@ def passes(case: Case) -> dict[str, bool]:
 
 # Roundings of 2^-9 each: pairs see two operands, A the inverse's factors and itself
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+default = PrepConfig.default
 STAGE = Stage(
-    "fwd_prep",
-    INPUTS,
-    OUTPUTS,
-    FwdPrepConfig,
-    build,
-    reference,
-    default,
-    cost,
-    TOLERANCE,
-    scalars=("scale", "lower_bound"),
-    passes=passes,
+    "fwd_prep", INPUTS, OUTPUTS, PrepConfig, build, reference, default, cost, TOLERANCE, scalars=SCALARS, passes=passes
 )

@@ -9,61 +9,46 @@ Source: Kimi Linear, arXiv:2510.26692, section 3; the transposed form is derived
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.chunks import join_chunks, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.chunks import join_chunks, split_chunks, unpack_lower
+from kda_tl.templates.common.tile import at_state
+from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence
-from kda_tl.templates.sm90.recurrence import FACTORS, TABLES, read_state, walk_reference
+from kda_tl.templates.sm90.recurrence import TOLERANCE, read_state, step_reference
 
 INPUTS = {"v": "tokens HV V : io", **FACTORS, "h0": "N HV K V : f32 ? initial_state", **TABLES}
 
 
-def recurrence_reference(
-    case: Case,
-    starts: Sequence[torch.Tensor],
-    v: torch.Tensor,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    factors: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def recurrence_reference(case: Case, x: Operands, starts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What segments make that start from given states [HV, V, KP]: output, final states and those before each chunk."""
-    p, rows = case.problem, segments.tolist()
-    dtype = factors["decay"].dtype
-    values = split_chunks(v.to(dtype), chunk_tokens, case.BT)
+    p, dtype = case.problem, x.decay.dtype
+    values = split_chunks(x.v.to(dtype), x.chunk_tokens, case.BT)
     outputs, ht = values.clone(), {}
     h = values.new_zeros((values.shape[0], p.HV, p.KP, p.VP))
-    for state, (first, count, _, ends) in zip(starts, rows, strict=True):
+    for state, (first, count, _, ends) in zip(starts, x.segments.tolist(), strict=True):
         for t in range(first, first + count):
             h[t, ..., : p.V] = state.mT
-            state, (outputs[t],) = walk_reference(values, state, t, 1, factors)
+            before = x.qg[t].to(dtype) @ state.mT
+            v_new, state = step_reference(x, t, values, state)
+            outputs[t] = before + unpack_lower(x.Aqk[t].to(dtype)) @ v_new
         if ends >= 0:
             ht[ends] = state[..., : p.K] if p.state_v_first else state[..., : p.K].mT
-    found = {"o": join_chunks(outputs, chunk_tokens, v.shape[0], p.V)}
+    found = {"o": join_chunks(outputs, x.chunk_tokens, x.v.shape[0], p.V)}
     found |= {"h": h} if p.intermediate_states else {}
     return found | ({"ht": torch.stack([ht[n] for n in sorted(ht)])} if p.final_state else {})
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay; a segment is a sequence."""
-    factors = {name: getattr(x, name) for name in FACTORS}
-    starts = [read_state(case, x.h0, n, x.decay) for n in x.segments[:, 2].tolist()]
-    return recurrence_reference(case, starts, x.v, x.segments, x.chunk_tokens, factors)
+    return recurrence_reference(case, x, [read_state(case, x.h0, n, x.decay) for n in x.segments[:, 2].tolist()])
 
 
-@dataclass(frozen=True, kw_only=True)
-class FwdRecurrenceConfig(OutputConfig):
-    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
-    whether values are multiplied before all of their chunk has come.
-    """
-
-
-def build(case: Case, config: FwdRecurrenceConfig) -> Any:
+def build(case: Case, config: OutputConfig) -> Any:
     """The kernel: states start from those that the caller gives, or from zero."""
     p = case.problem
 
@@ -79,30 +64,24 @@ def build(case: Case, config: FwdRecurrenceConfig) -> Any:
     return build_recurrence("fwd_recurrence", case, config, INPUTS["h0"], load_state)
 
 
-def default(case: Case) -> FwdRecurrenceConfig:
+def default(case: Case) -> Config:
     """64 channels a block, 128 where all heads' blocks of 64 are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // 64) > case.device.num_sms
-    configs = [FwdRecurrenceConfig(BV=128, early=early) for early in (False, True)] if wide else []
-    return first_valid(case, *configs, FwdRecurrenceConfig())
+    configs = [OutputConfig(BV=128, early=early) for early in (False, True)] if wide else []
+    return first_valid(case, *configs, OutputConfig())
 
 
-def recurrence_cost(case: Case, sizes: Mapping[str, int], states: int) -> Cost:
-    """v and what prep made in, o and h out, and some elements of states in fp32; six products a chunk."""
+def recurrence_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str]) -> Cost:
+    """Every tensor once; six products a chunk."""
     p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    moved = 2 * sizes["tokens"] * p.HV * p.V * io + chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
-    moved += chunks * p.KP * p.VP * io * p.intermediate_states
-    return Cost(bytes=moved + states * 4, flops=chunks * BT * p.V * (6 * p.K + 4 * BT))
+    flops = sizes["NT"] * p.HV * BT * p.V * (6 * p.K + 4 * BT)
+    return Cost(bytes=count_bytes(case, sizes, tensors), flops=flops)
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """v and what prep made in; o out; six products a chunk."""
-    p = case.problem
-    return recurrence_cost(case, sizes, sizes["N"] * p.HV * p.K * p.V * (p.initial_state + p.final_state))
+    """v, what prep made and initial states in; o, final states and those between chunks out."""
+    return recurrence_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-# state, values and the result rounded to io a chunk; the recurrence contracts, so errors do not grow
-TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("fwd_recurrence", INPUTS, OUTPUTS, FwdRecurrenceConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("fwd_recurrence", INPUTS, OUTPUTS, OutputConfig, build, reference, default, cost, TOLERANCE)

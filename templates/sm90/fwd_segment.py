@@ -20,41 +20,32 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, TL_DTYPE, prim_func
+from kda_tl.templates.common.tile import TL_DTYPE, prim_func
+from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
+    TOLERANCE,
     WARPGROUP,
     RecurrenceConfig,
     finish_values,
     layout_lower,
     load_lower,
     load_values,
+    step_reference,
     store_constants,
-    walk_reference,
 )
 
-INPUTS = {
-    "v": "tokens HV V : io",
-    "A": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
-    "segments": "NS 4 : i32",
-    "chunk_tokens": "NT 2 : i32",
-}
-OUTPUTS = {
-    "local": "NC HV VP KP : f32",
-    "transition": "NC HV KP KP : f32",
-}
+WALKED = {"v": "tokens HV V : io", **{name: FACTORS[name] for name in ("A", "k_neg", "kg", "decay")}}
+INPUTS = {**WALKED, **TABLES}
+OUTPUTS = {"local": "NC HV VP KP : f32", "transition": "NC HV KP KP : f32"}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of decay."""
     p, rows = case.problem, x.segments.tolist()
-    factors = {"A": x.A, "k_neg": x.k_neg, "kg": x.kg, "decay": x.decay}
     values = split_chunks(x.v.to(x.decay.dtype), x.chunk_tokens, case.BT, width=p.VP)
     nothing = values.new_zeros((*values.shape[:3], p.KP))
     zero = x.decay.new_zeros((p.HV, p.VP, p.KP))
@@ -63,8 +54,12 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     local, transition = [], []
     for first, count, _, ends in [row for row in rows if row[3] < 0] or rows[:1]:
         cut = ends < 0
-        local.append(walk_reference(values, zero, first, count, factors)[0] if cut else zero)
-        transition.append(walk_reference(nothing, unit, first, count, factors)[0] if cut else 0 * unit)
+        own, moved = zero, unit if cut else 0 * unit
+        for t in range(first, first + count if cut else first):
+            _, own = step_reference(x, t, values, own)
+            _, moved = step_reference(x, t, nothing, moved)
+        local.append(own)
+        transition.append(moved)
     return {"local": torch.stack(local), "transition": torch.stack(transition)}
 
 
@@ -130,7 +125,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                 start = chunk_tokens[first, 0]
                 end = chunk_tokens[first + chunks - 1, 0] + chunk_tokens[first + chunks - 1, 1]
             v_shared = T.alloc_shared((stages, BT, BV), io)
-            A_shared = T.alloc_shared((stages, BT, BT), io)
+            tile = T.alloc_shared((stages, BT, BT), io)  # A, by the name that its CUDA has
             n_shared = T.alloc_shared((stages, BT, KP), io)
             k_shared = T.alloc_shared((stages, BT, KP), io)
             decay_shared = T.alloc_shared((stages, KP), f32)
@@ -139,10 +134,10 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             free = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
-            T.annotate_layout(layout_lower(A_shared))
+            T.annotate_layout(layout_lower(tile))
             if thread < stages:
                 stop[thread] = 0
-            store_constants([A_shared])
+            store_constants([tile])
 
             if thread < consumers:
                 state = T.alloc_fragment((BK, KP), f32)
@@ -165,7 +160,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                     for i, j in T.Parallel(BK, KP):
                         state[i, j] = state[i, j] * decay_shared[slot, j]
                     finish_values(value, value_io)
-                    T.wgmma_gemm(value_io, A_shared[slot, :, :], value, clear_accum=True, policy=rows)
+                    T.wgmma_gemm(value_io, tile[slot, :, :], value, clear_accum=True, policy=rows)
                     finish_values(value, value_io)
                     T.wgmma_gemm(value_io, n_shared[slot, :, :], state, policy=rows)
                     T.wgmma_gemm(value_io, v_shared[slot, :, :], sums, policy=rows)
@@ -198,7 +193,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                                 stop[slot] = 1
                                 T.barrier_arrive(ready[slot])
                                 break
-                        load_lower(A, i_t, i_h, A_shared, slot, ready)
+                        load_lower(A, i_t, i_h, tile, slot, ready)
                         load_values(v, v_shared, ready, slot, start + (chunks - 1 - c) * BT, end, i_h, v0)
                         T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
                         T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
@@ -208,11 +203,6 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
     return fwd_segment
 
 
-def default(case: Case) -> FwdSegmentConfig:
-    """Two warpgroups that multiply what one loads."""
-    return first_valid(case, FwdSegmentConfig())
-
-
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """v and what prep made of the chunks that are walked in, local and transition out; four products a chunk.
 
@@ -220,26 +210,15 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     is walked.
     """
     p, BT, NC = case.problem, case.BT, sizes["NC"]
-    io = 4 if p.dtype == "fp32" else 2
     share = NC / max(sizes["NS"], NC)
-    moved = sizes["tokens"] * p.HV * p.V * io + sizes["NT"] * p.HV * (BT * (BT * 3 // 4 + 2 * p.KP) * io + p.KP * 4)
+    walked, made = (count_bytes(case, sizes, tensors) for tensors in (WALKED, OUTPUTS))
     products = sizes["NT"] * p.HV * BT * 2 * p.K * (2 * p.K + BT + p.V)
-    states = NC * p.HV * (p.VP + p.KP) * p.KP * 4
-    return Cost(bytes=int(share * moved) + states, flops=int(share * products))
+    return Cost(bytes=int(share * walked) + made, flops=int(share * products))
 
 
-# state and values rounded to io a chunk; the recurrence contracts, so errors do not grow
 # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
-TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+FLOOR = {"transition": 0.05}
+default = FwdSegmentConfig.default
 STAGE = Stage(
-    "fwd_segment",
-    INPUTS,
-    OUTPUTS,
-    FwdSegmentConfig,
-    build,
-    reference,
-    default,
-    cost,
-    TOLERANCE,
-    rms_floor={"transition": 0.05},
+    "fwd_segment", INPUTS, OUTPUTS, FwdSegmentConfig, build, reference, default, cost, TOLERANCE, rms_floor=FLOOR
 )

@@ -9,17 +9,11 @@ from kda_tl.templates.sm90.rows import BC, NB
 
 @T.macro
 def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix):
-    """The gradient of each row's decay, which is that of G summed from the row to the chunk's end.
+    """The gradient of each row's decay, ``suffix``, which is that of G summed from the row to the chunk's end.
 
-    Args:
-        dG_row: what rows of q and of k give dG.
-        keys: relative to their anchors.
-        of_key: what their product takes from dG.
-        of_keys: what kg gives the last row, in parts that belong to sub-chunks.
-        of_states: the products of state and gradient, in such parts.
-        last: cumsum of the chunk.
-        totals: sums of sub-chunks, in shared memory; written.
-        suffix: written.
+    ``dG_row`` is what rows of q and of k give dG; keys are relative to their anchors, ``of_key`` what their product
+    takes from dG. The last row gets ``of_keys`` from kg, and the products of state and gradient, ``of_states`` times
+    2^last, either in parts that belong to sub-chunks. ``totals``, sums of sub-chunks, is room in shared memory.
     """
     KP, f32 = suffix.shape[2], "float32"
     run = T.alloc_fragment((NB, KP), f32)
@@ -53,18 +47,8 @@ def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffi
 def compute_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
     """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters.
 
-    Args:
-        p: the problem, whose gate has an activation.
-        g: raw gates.
-        raw: room for the chunk's in registers.
-        bias: dt_bias.
-        A_log: of all heads.
-        lower_bound: of the safe gate.
-        at: the chunk.
-        totals: room in shared memory.
-        suffix: gradients of decays; becomes those of raw gates.
-        dA_log_part: written.
-        ddt_bias_part: written.
+    The gate has an activation. ``raw`` and ``totals`` are room in registers and in shared memory; ``suffix`` holds
+    gradients of decays, and becomes those of raw gates.
     """
     KP, f32 = suffix.shape[2], "float32"
     slopes = Slopes(p, fast=True)

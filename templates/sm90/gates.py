@@ -18,10 +18,8 @@ OVERFLOW = 1e38  # of decays that may be infinite
 
 
 def reject_chunk(case: Case) -> str | None:
-    """What kernels of whole chunks with anchors cannot run: all but Hopper, bf16 and a gate a channel."""
+    """What kernels of whole chunks with anchors cannot run on Hopper: all but bf16 and a gate a channel."""
     p = case.problem
-    if case.device.sm != 90:
-        return f"its products are instructions of sm_90, the device is {case.device.arch}"
     if (case.BT, case.BC) != (64, 16):
         return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
     if p.dtype != "bf16":
@@ -147,14 +145,8 @@ def is_wild(steepest: Any) -> Any:
 def find_anchors(gate, middle, total, sums, before, last, anchor):
     """Sums before each sub-chunk and of all; its anchor, from the chunk's start and, in place of the middle, its own.
 
-    Args:
-        gate: the problem's.
-        middle: sums at the middles of sub-chunks; becomes the anchors, from the start of each.
-        total: sums of sub-chunks.
-        sums: the same in shared memory; written.
-        before: sums of all sub-chunks before each; written.
-        last: of all sub-chunks; written.
-        anchor: the integer nearest to the middle's sum, see Gate.anchor, from the chunk's start; written.
+    The anchor is the integer nearest to the middle's sum, see Gate.anchor. ``middle`` and ``total`` are sums at the
+    middles and the ends of sub-chunks, ``sums`` is room for the latter in shared memory.
     """
     KP = middle.shape[1]
     for s, j in T.Parallel(NB, KP):

@@ -48,44 +48,20 @@ class Rows:
         return self.tile[r // self.tile.shape[1], r % self.tile.shape[1], c]
 
 
-@dataclass(frozen=True)
-class Known:
-    """What scans know of a chunk, in shared memory: V', S before it, dS after it."""
-
-    values: Any
-    state: Any
-    dstate: Any
-
-
 @T.macro
 def issue_rows(x, start, count, i_h, rows, place):
-    """A chunk's rows on their way to shared memory, each to its place; zeros past the chunk's end."""
+    """A chunk's rows on their way to shared memory, each to its place, all of an index but the last; 0 past the end."""
     K = x.shape[2]
     for i, j in T.Parallel(BT, K, annotations=ASYNC):
-        rows[place(i), j] = T.if_then_else(i < count, x[start + i, i_h, j], 0)
-
-
-@T.macro
-def issue_operands(q, k, start, count, i_h, rows):
-    """The same of q and k: a sub-chunk's 16 of one above 16 of the other."""
-    K = q.shape[2]
-    for i, j in T.Parallel(BT, K, annotations=ASYNC):
-        rows[i // BC, i % BC, j] = T.if_then_else(i < count, q[start + i, i_h, j], 0)
-    for i, j in T.Parallel(BT, K, annotations=ASYNC):
-        rows[i // BC, BC + i % BC, j] = T.if_then_else(i < count, k[start + i, i_h, j], 0)
+        rows[(*place(i), j)] = T.if_then_else(i < count, x[start + i, i_h, j], 0)
 
 
 @T.macro
 def store_operands(factor, local, middle, above, rows, keys):
-    """Rows of q and k, and keys, relative to the anchors of their sub-chunks, and the exponents from there.
+    """Rows of q and k, and keys, relative to the anchors of their sub-chunks, and the exponents from there, ``above``.
 
-    Args:
-        factor: of their norms, and of the scale.
-        local: cumsums inside the sub-chunks.
-        middle: anchors, from the start of each.
-        above: exponents; written.
-        rows: rows of q above those of k, 16 by 16; becomes the operands, 8 by 8.
-        keys: written.
+    ``rows`` of q above those of k, 16 by 16, to be multiplied with ``factor``, become the operands, 8 by 8. Cumsums are
+    ``local`` to sub-chunks, and ``middle`` those at their anchors.
     """
     KP, io, f32 = local.shape[2], rows.dtype, "float32"
     q_raw = T.alloc_fragment((BC, NB, KP), io)
@@ -161,18 +137,9 @@ def sum_chunk(gate, raw, count, slope, unit, bias):
 
 @T.macro
 def compute_pairs(slopes, outer, value_shared, pairs, columns, b_factor, beta, dbeta, at):
-    """dAqk and dKK, rounded, whole and by sub-chunks of their columns, and the gradients of step sizes.
+    """dAqk and dKK, rounded, whole and by 16 ``columns`` each in registers, and the gradients of step sizes.
 
-    Args:
-        slopes: of the step sizes' activation.
-        outer: rows of dO and dX.
-        value_shared: values of the chunk.
-        pairs: dAqk and dKK in shared memory; written.
-        columns: 16 columns each, in registers; written.
-        b_factor: step sizes.
-        beta: as they came.
-        dbeta: written.
-        at: the chunk.
+    ``outer`` are rows of dO and dX, ``b_factor`` step sizes, ``beta`` what they came from.
     """
     pair = T.alloc_fragment((2 * BT, BT), "float32")
     db = T.alloc_shared((BT,), "float32")
@@ -208,20 +175,8 @@ def sum_rows(gate, outer, state_shared, columns, keys, links, row_sum):
 def sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_states):
     """What keys add: the product with the state's gradient, and all rows after them, from anchor to anchor.
 
-    Args:
-        gate: the problem's.
-        known: values and states.
-        pairs: dAqk and dKK.
-        rows: operands.
-        keys: operands.
-        links: see :func:`link_anchors`.
-        tails: likewise.
-        key_sum: relative to the anchor of each; written.
-        of_keys: what kg gives the last row of dG, by sub-chunk; written.
-        of_states: what the states give it, in as many parts; written.
-
-    Returns:
-        Room in shared memory.
+    ``key_sum`` is relative to the anchor of each key. ``of_keys`` is what kg gives the last row of dG, by sub-chunk,
+    ``of_states`` what the states give it, in as many parts. Returns room in shared memory.
     """
     KP, f32 = key_sum.shape[1], "float32"
     grown = T.alloc_shared((BT, KP + PAD), f32)
@@ -240,31 +195,15 @@ def sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_
     for b in tuple(reversed(range(NB))):
         for i, c in T.Parallel(BT, KP):
             key_sum[i, c] = gate.move(key_sum[i, c], T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0))
-        T.gemm(
-            pairs[b * 2 * BC : (b + 1) * 2 * BC, :],
-            rows[b, :, :],
-            key_sum,
-            transpose_A=True,
-            policy=BY_COLUMNS,
-        )
+        T.gemm(pairs[b * 2 * BC : (b + 1) * 2 * BC, :], rows[b, :, :], key_sum, transpose_A=True, policy=BY_COLUMNS)
     return grown
 
 
 @T.macro
 def sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row):
-    """dG of rows, and the rows' own products with the gradients of q and k, which norms need.
+    """dG of rows, ``dG_row``, and ``of_key``, which is key_sum in shared memory.
 
-    Args:
-        p: the problem.
-        rows: operands.
-        keys: operands.
-        row_sum: what rows add.
-        key_sum: what keys add.
-        of_key: the same in shared memory; written.
-        dG_row: written.
-
-    Returns:
-        The products of each row, if there are norms.
+    Returns the products of rows with the gradients of q and k, if there are norms, which need them.
     """
     KP, f32 = key_sum.shape[1], "float32"
     along = T.alloc_fragment((2 * BT, KP), f32)
@@ -290,23 +229,13 @@ def sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row):
 
 
 @T.macro
-def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, count, i_hv, written):
+def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, at, written):
     """Gradients of q and k from the sums of a chunk, by way of shared memory.
 
-    Args:
-        p: the problem.
-        rows: of q, scaled, and of k, relative to their anchors.
-        above: the exponents that they are taken with.
-        of_key: what keys add to the gradient of k, relative to their anchors.
-        row_sum: what rows add, relative to the same anchors, in registers.
-        factor: of the norms, and of the scale.
-        dot: of normalised rows and their gradients.
-        scale: of q.
-        start: the first token.
-        count: of tokens.
-        i_hv: the value head.
-        written: gradients of q and of k, or the value heads' parts of them. Not unpacked: in a macro a tensor gets
-            a new name, here that of another parameter, whose shape launches would check (TileLang 0.1.15).
+    ``above`` are the exponents of rows relative to their anchors, as are ``row_sum`` and ``of_key``, what rows and keys
+    add; ``dot`` products of normalised rows and their gradients. ``written`` are gradients of q and of k, or the value
+    heads' parts of them. Not unpacked: in a macro a tensor gets a new name, here that of another parameter, whose shape
+    launches would check (TileLang 0.1.15).
     """
     R, KP = row_sum.shape
     done = T.alloc_shared((R, KP + PAD), rows.dtype)
@@ -325,8 +254,8 @@ def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, start, 
         done[r, c] = T.cast(row_sum[r, c], rows.dtype)
     T.sync_threads()
     for r, c in T.Parallel(R, KP):
-        if token_of(r) < count:
+        if token_of(r) < at.count:
             if is_key(r) == 0:
-                written[0][start + token_of(r), i_hv, c] = done[r, c]
+                written[0][at.start + token_of(r), at.i_hv, c] = done[r, c]
             else:
-                written[1][start + token_of(r), i_hv, c] = done[r, c]
+                written[1][at.start + token_of(r), at.i_hv, c] = done[r, c]

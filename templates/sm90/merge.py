@@ -12,28 +12,33 @@ is rounded here stays in it: both operands are split in two of 16 bits, x = x' +
     both, split   Halves       bf16, and what it rounds   shared memory
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tilelang.language as T
 
-from kda_tl.core.stage import Case, Config, tunable
-from kda_tl.templates.common.tile import at_state
+from kda_tl.core.stage import Case, Cost, tunable
+from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
+from kda_tl.templates.sm90.hopper import HopperConfig, count_bytes
 
 SPLIT = "bfloat16"  # has the range of fp32
+# all is fp32 whatever io is; sums over K channels, a segment after the other
+TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig(Config):
-    """BV: rows a thread block owns; threads a block."""
+class MergeConfig(HopperConfig):
+    """BV: rows a thread block owns, few so that there are many; threads a block."""
 
+    NEEDS: ClassVar[str] = "it merges what instructions of sm_90 made"
     BV: int = tunable(16, 16, 32)
     threads: int = tunable(256, 128, 256)
 
     def reject(self, case: Case) -> str | None:
         """The device of the stages around it, and shared memory."""
-        if case.device.sm != 90:
-            return f"it merges what instructions of sm_90 made, the device is {case.device.arch}"
+        if reason := super().reject(case):
+            return reason
         K, KP, VP = case.problem.K, case.problem.KP, case.problem.VP
         if KP not in (64, 128):
             return f"K={K} is not 64 or 128 channels, which its tiles are"
@@ -43,6 +48,13 @@ class MergeConfig(Config):
         if smem > case.device.smem_bytes:
             return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
         return None
+
+
+def merge_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str]) -> Cost:
+    """Every tensor once; a product for each segment that has a transition."""
+    p = case.problem
+    flops = 2 * sizes["NC"] * p.HV * p.V * p.K * p.K
+    return Cost(bytes=count_bytes(case, sizes, tensors), flops=flops)
 
 
 @dataclass(frozen=True)
@@ -84,16 +96,10 @@ def _split_transition(loaded, slot, halves):
 
 @T.macro
 def merge_segment(state, own, loaded, slot, states, transitions, transpose_B=False):
-    """state <- state transition + own, without the product of the two lower halves.
+    """state <- state transition + own, in fp32 in registers, without the product of the two lower halves.
 
-    Args:
-        state: fp32, in registers; updated.
-        own: what the segment makes of zero, likewise.
-        loaded: transitions in shared memory, one a slot.
-        slot: of the segment's.
-        states: room for the split state.
-        transitions: room for the split transition.
-        transpose_B: whether the transition is taken transposed.
+    The transition, in shared memory, is ``loaded[slot]``, or with transpose_B its transpose. ``states`` and
+    ``transitions`` are room for the split operands.
     """
     _split_state(state, states)
     _split_transition(loaded, slot, transitions)

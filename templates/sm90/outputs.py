@@ -26,20 +26,19 @@ each for two products.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import tilelang.language as T
 
 from kda_tl.core.stage import Case, tunable
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
+from kda_tl.templates.sm90.hopper import FACTORS, TABLES
 from kda_tl.templates.sm90.recurrence import (
-    FACTORS,
     OUTPUT_PAD,
     PRODUCER,
     ROWS,
-    TABLES,
     WARPGROUP,
-    Factors,
     RecurrenceConfig,
     find_chunks,
     finish_values,
@@ -76,7 +75,9 @@ def part_width(KP: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig(RecurrenceConfig):
-    """Of a stage with output. early: whether values are multiplied before all of their chunk has come."""
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
+    whether values are multiplied before all of their chunk has come.
+    """
 
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128, 256)
     early: bool = tunable(True, True, False)
@@ -93,46 +94,19 @@ class OutputConfig(RecurrenceConfig):
         return super().smem_bytes(case) - (self.num_stages - self.late_stages(case)) * late + states
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """What is known of a kernel when it is built.
+    """What is known of a kernel when it is built."""
 
-    Attributes:
-        case: what it is built for.
-        config: of the stage.
-        io: element type of the operands.
-        groups: warpgroups that multiply.
-        VB: blocks of BV channels.
-        width: channels of a part of the state.
-        parts: of the state; of one a rounded copy has registers, whole.
-        rest_stages: slots of the ring of the rest.
-    """
-
-    case: Case
-    config: OutputConfig
-    io: str
-    groups: int
-    VB: int
-    width: int
-    parts: int
-    rest_stages: int
-
-    @classmethod
-    def of(cls, case: Case, config: OutputConfig) -> "Sizes":
-        """Those of a case and a config."""
-        p, width = case.problem, part_width(case.problem.KP)
-        groups, VB, parts = config.BV // ROWS, p.V // config.BV, p.KP // width
-        return cls(case, config, TL_DTYPE[p.dtype], groups, VB, width, parts, config.late_stages(case))
-
-    @property
-    def rounds_whole(self) -> bool:
-        """Whether a rounded copy of the whole state has registers."""
-        return self.parts == 1
-
-    @property
-    def shares_empty(self) -> bool:
-        """Whether the slots of both rings are empty at once."""
-        return self.rest_stages == self.config.num_stages
+    def __init__(self, case: Case, config: OutputConfig) -> None:
+        p = case.problem
+        self.case, self.config, self.io = case, config, TL_DTYPE[p.dtype]
+        self.groups = config.BV // ROWS  # warpgroups that multiply
+        self.VB = p.V // config.BV  # blocks of BV channels
+        self.width = part_width(p.KP)  # channels of a part of the state
+        self.parts = p.KP // self.width
+        self.rounds_whole = self.parts == 1  # whether a rounded copy of the whole state has registers
+        self.rest_stages = config.late_stages(case)  # slots of the ring of the rest
+        self.shares_empty = self.rest_stages == config.num_stages  # whether the slots of both rings are empty at once
 
     def find_triple(self, i: Any, group: int) -> tuple[Any, Any, Any]:
         """Segment, value head and first channel of a warpgroup, of the i-th triple."""
@@ -140,94 +114,56 @@ class Sizes:
         return i // (HV * VB), i // VB % HV, i % VB * self.config.BV + group * ROWS
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """The kernel's, in memory."""
-
-    v: Any
-    factors: Factors
-    states: Any
-    segments: Any
-    chunk_tokens: Any
-    o: Any
-    ht: Any
-    h: Any
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """In shared memory: v, o and h one a warpgroup; k_neg, qg and kg in parts of the state's channels."""
-
-    v: list[Any]
-    factors: Factors
-    identity: Any
-    o: list[Any]
-    h: list[Any]
-
-
-@dataclass(frozen=True)
-class Registers:
-    """What a warpgroup multiplies: the state in parts and, rounded, whole or one part; values; the output."""
-
-    state: list[Any]
-    state_io: Any
-    value: Any
-    value_io: Any
-    output: Any
-
-
 @T.macro
-def issue_values(z, x, tiles, group, slot):
+def issue_values(z, r, tiles, group, slot):
     """V^T, and where the state is rounded whole S^T k_neg^T, on their way."""
-    issue_transposed(tiles.v[group], tiles.identity, slot, x.value)
+    issue_transposed(tiles.v[group], tiles.identity, slot, r.value)
     if z.rounds_whole:
-        T.wgmma_gemm(x.state_io, tiles.factors.k_neg[0][slot, :, :], x.value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(r.state_io, tiles.k_neg[0][slot, :, :], r.value, transpose_B=True, policy=BY_ROWS)
 
 
 @T.macro
-def multiply_parts(x, k_neg, qg, slot):
+def multiply_parts(r, k_neg, qg, slot):
     """Adds S^T k_neg^T to the values and makes S^T qg^T, part by part: what is rounded once is multiplied twice."""
-    for m, part in enumerate(x.state):
+    for m, part in enumerate(r.state):
         T.wait_wgmma(0)  # the registers of the part before are free
-        T.copy(part, x.state_io)
-        T.wgmma_gemm(x.state_io, k_neg[m][slot, :, :], x.value, transpose_B=True, policy=BY_ROWS)
-        T.wgmma_gemm(x.state_io, qg[m][slot, :, :], x.output, transpose_B=True, clear_accum=m == 0, policy=BY_ROWS)
+        T.copy(part, r.state_io)
+        T.wgmma_gemm(r.state_io, k_neg[m][slot, :, :], r.value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(r.state_io, qg[m][slot, :, :], r.output, transpose_B=True, clear_accum=m == 0, policy=BY_ROWS)
 
 
 @T.macro
-def compute_values(z, x, factors, late):
+def compute_values(z, r, tiles, late):
     """V'^T, rounded, while the state decays and S^T qg^T is on its way."""
-    T.wgmma_gemm(x.value_io, factors.A[late, :, :], x.value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.A[late, :, :], r.value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     if z.rounds_whole:
-        T.wgmma_gemm(
-            x.state_io, factors.qg[0][late, :, :], x.output, transpose_B=True, clear_accum=True, policy=BY_ROWS
-        )
-    for m, part in enumerate(x.state):
+        T.wgmma_gemm(r.state_io, tiles.qg[0][late, :, :], r.output, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    for m, part in enumerate(r.state):
         for i, j in T.Parallel(ROWS, z.width):
-            part[i, j] = part[i, j] * factors.decay[late, m * z.width + j]
+            part[i, j] = part[i, j] * tiles.decay[late, m * z.width + j]
     T.wait_wgmma(1 if z.rounds_whole else 0)
-    T.warpgroup_fence_operand(x.value, num_regs=z.case.BT // 2)
-    T.copy(x.value, x.value_io)
+    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
+    T.copy(r.value, r.value_io)
 
 
 @T.macro
-def compute_output(z, x, factors, late):
+def compute_output(z, r, tiles, late):
     """The state after the chunk, and its output."""
-    for m, part in enumerate(x.state):
-        T.wgmma_gemm(x.value_io, factors.kg[m][late, :, :], part, policy=BY_ROWS)
-    T.wgmma_gemm(x.value_io, factors.Aqk[late, :, :], x.output, transpose_B=True, policy=BY_ROWS)
+    for m, part in enumerate(r.state):
+        T.wgmma_gemm(r.value_io, tiles.kg[m][late, :, :], part, policy=BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.Aqk[late, :, :], r.output, transpose_B=True, policy=BY_ROWS)
     # Products may not stay under way across the loop's end: ptxas (CUDA 13.0) then waits after every single one.
     T.wait_wgmma(1)
-    for part in x.state:
+    for part in r.state:
         T.warpgroup_fence_operand(part, num_regs=z.width // 2)
     if z.rounds_whole:
-        T.copy(x.state[0], x.state_io)
+        T.copy(r.state[0], r.state_io)
     T.wait_wgmma(0)
-    T.warpgroup_fence_operand(x.output, num_regs=z.case.BT // 2)
+    T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
 
 
 @T.macro
-def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, rest_ring):
+def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_ring):
     """A warpgroup's part: ROWS channels."""
     p, BT, io, f32 = z.case.problem, z.case.BT, z.io, "float32"
     state = [T.alloc_fragment((ROWS, z.width), f32) for _ in range(z.parts)]
@@ -236,8 +172,8 @@ def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, 
     value_io = T.alloc_fragment((ROWS, BT), io)
     output = T.alloc_fragment((ROWS, BT), f32)
     step = T.alloc_var("int32")
-    x = Registers(state, state_io, value, value_io, output)
-    segments, chunk_tokens, o, h = tensors.segments, tensors.chunk_tokens, tensors.o, tensors.h
+    r = SimpleNamespace(state=state, state_io=state_io, value=value, value_io=value_io, output=output)
+    segments, chunk_tokens, o, h = x.segments, x.chunk_tokens, x.o, x.h
     T.set_max_nreg(REGISTERS if z.rounds_whole else WIDE_REGISTERS, 1)
     step = 0
     for n in T.serial(T.ceildiv(segments.shape[0] * p.HV * z.VB - i_block, blocks)):
@@ -245,7 +181,7 @@ def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, 
         i_s, i_h, v0 = z.find_triple(i, group)
         _, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
         for m, part in enumerate(state):
-            load_state(part, tensors.states, i_s, segments, i_h, v0, m * z.width)
+            load_state(part, x.states, i_s, segments, i_h, v0, m * z.width)
         if z.rounds_whole:
             T.copy(state[0], state_io)
         T.clear(output)
@@ -253,31 +189,31 @@ def multiply(z, load_state, group, i_block, blocks, tensors, tiles, first_ring, 
             slot, turn = first_ring.place_to_read(step)
             late, late_turn = rest_ring.place_to_read(step)
             first_ring.wait(slot, turn)
-            issue_values(z, x, tiles, group, slot)
+            issue_values(z, r, tiles, group, slot)
             if p.intermediate_states:
                 store_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
             store_output(output, tiles.o[group], o, start + (c - 1) * BT, start, end, i_h, v0)
             if not z.rounds_whole:
-                multiply_parts(x, tiles.factors.k_neg, tiles.factors.qg, slot)
+                multiply_parts(r, tiles.k_neg, tiles.qg, slot)
             finish_values(value, value_io)
             if not z.shares_empty:
                 first_ring.release(slot)
             if z.config.early:
                 rest_ring.wait(late, late_turn)
-            compute_values(z, x, tiles.factors, late)
-            compute_output(z, x, tiles.factors, late)
+            compute_values(z, r, tiles, late)
+            compute_output(z, r, tiles, late)
             rest_ring.release(late)
             step = step + 1
         store_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
         if p.final_state:
-            store_final(p, state, tensors.ht, segments, i_s, i_h, v0)
+            store_final(p, state, x.ht, segments, i_s, i_h, v0)
 
 
 @T.macro
-def load(z, i_block, blocks, tensors, tiles, first_ring, rest_ring):
+def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
     """The part of the warp that loads."""
     p, BT = z.case.problem, z.case.BT
-    given, held, segments, chunk_tokens = tensors.factors, tiles.factors, tensors.segments, tensors.chunk_tokens
+    segments, chunk_tokens = x.segments, x.chunk_tokens
     step = T.alloc_var("int32")
     T.set_max_nreg(LOADER_REGISTERS, 0)
     if T.get_thread_binding() < z.config.consumers + PRODUCER:
@@ -291,28 +227,28 @@ def load(z, i_block, blocks, tensors, tiles, first_ring, rest_ring):
                 late, late_turn = rest_ring.place_to_fill(step)
                 i_t = first + c
                 first_ring.acquire(slot, turn)
-                load_parts(given.k_neg, i_t, i_h, held.k_neg, slot, first_ring.full)
+                load_parts(x.k_neg, i_t, i_h, tiles.k_neg, slot, first_ring.full)
                 if not z.rounds_whole:
-                    load_parts(given.qg, i_t, i_h, held.qg, slot, first_ring.full)
+                    load_parts(x.qg, i_t, i_h, tiles.qg, slot, first_ring.full)
                 for group in list(range(z.groups)):
                     v0 = z.find_triple(i, group)[2]
-                    load_values(tensors.v, tiles.v[group], first_ring.full, slot, start + c * BT, end, i_h, v0)
+                    load_values(x.v, tiles.v[group], first_ring.full, slot, start + c * BT, end, i_h, v0)
                 if z.config.early:
                     first_ring.commit(slot)
                 if not z.shares_empty:
                     rest_ring.acquire(late, late_turn)
-                load_lower(given.A, i_t, i_h, held.A, late, rest_ring.full)
+                load_lower(x.A, i_t, i_h, tiles.A, late, rest_ring.full)
                 if z.rounds_whole:
-                    load_parts(given.qg, i_t, i_h, held.qg, late, rest_ring.full)
-                load_parts(given.kg, i_t, i_h, held.kg, late, rest_ring.full)
-                load_lower(given.Aqk, i_t, i_h, held.Aqk, late, rest_ring.full)
-                T.tma_copy(given.decay[i_t, i_h, :], held.decay[late, :], barrier=rest_ring.full[late])
+                    load_parts(x.qg, i_t, i_h, tiles.qg, late, rest_ring.full)
+                load_parts(x.kg, i_t, i_h, tiles.kg, late, rest_ring.full)
+                load_lower(x.Aqk, i_t, i_h, tiles.Aqk, late, rest_ring.full)
+                T.tma_copy(x.decay[i_t, i_h, :], tiles.decay[late, :], barrier=rest_ring.full[late])
                 rest_ring.commit(late)
                 step = step + 1
 
 
 @T.macro
-def recur(z, load_state, i_block, blocks, tensors):
+def recur(z, load_state, i_block, blocks, x):
     """The kernel's body: tiles, rings and roles."""
     p, config, BT, io = z.case.problem, z.config, z.case.BT, z.io
     stages, late_stages, parts, groups = config.num_stages, z.rest_stages, z.parts, z.groups
@@ -334,43 +270,37 @@ def recur(z, load_state, i_block, blocks, tensors):
     late_free = free if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * late_stages)
     thread = T.get_thread_binding()
     T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-    triangles = [A_shared, Aqk_shared]
-    store_constants(triangles, [unit])
-    # Names again: a macro's loop gives tiles its variable's, and TileLang 0.1.15 lays them into memory by their names
-    A_shared, Aqk_shared = triangles
+    store_constants([A_shared, Aqk_shared], unit)
 
-    factors = Factors(A=A_shared, Aqk=Aqk_shared, k_neg=n_shared, qg=q_shared, kg=k_shared, decay=decay_shared)
-    tiles = Tiles(v_shared, factors, unit, o_shared, h_shared)
+    # v, o and h one a warpgroup; k_neg, qg and kg in parts of the state's channels
+    own = {"v": v_shared, "o": o_shared, "h": h_shared, "identity": unit}
+    parted = {"k_neg": n_shared, "qg": q_shared, "kg": k_shared}
+    tiles = SimpleNamespace(**own, **parted, A=A_shared, Aqk=Aqk_shared, decay=decay_shared)
     first_ring, rest_ring = Ring(early, free), Ring(ready, late_free)
     if thread < WARPGROUP:
-        multiply(z, load_state, 0, i_block, blocks, tensors, tiles, first_ring, rest_ring)
+        multiply(z, load_state, 0, i_block, blocks, x, tiles, first_ring, rest_ring)
     elif groups == 2 and thread < config.consumers:
-        multiply(z, load_state, 1, i_block, blocks, tensors, tiles, first_ring, rest_ring)
+        multiply(z, load_state, 1, i_block, blocks, x, tiles, first_ring, rest_ring)
     else:
-        load(z, i_block, blocks, tensors, tiles, first_ring, rest_ring)
+        load(z, i_block, blocks, x, tiles, first_ring, rest_ring)
 
 
 def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, load_state: Any) -> Any:
-    """The kernel of a stage.
+    """The kernel of the stage ``name``, whose segments start from a tensor of states with the spec ``start``.
 
-    Args:
-        name: of the stage.
-        case: what it is built for.
-        config: of the stage.
-        start: the spec of the tensor of states.
-        load_state: macro of the fragment to fill, the tensor of states, the segment, its row of ``segments``, the head
-            and the first channels of value and key.
+    ``load_state`` is a macro of the fragment to fill, that tensor, the segment, its row of ``segments``, the head and
+    the first channels of value and key.
     """
-    z, HV = Sizes.of(case, config), case.problem.HV
+    z, HV = Sizes(case, config), case.problem.HV
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
-
     inputs = {"v": "tokens HV V : io", **FACTORS, "states": start, **TABLES}
 
     @prim_func(case, inputs | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
     def recurrence(v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht, h):
         blocks = T.min(NS * HV * z.VB, case.device.num_sms)
         with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
-            factors = Factors(A, Aqk, k_neg, qg, kg, decay)
-            recur(z, load_state, i_block, blocks, Tensors(v, factors, states, segments, chunk_tokens, o, ht, h))
+            read = {"v": v, "A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay, "states": states}
+            tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}
+            recur(z, load_state, i_block, blocks, SimpleNamespace(**read, **tables, **written))
 
     return recurrence.with_attr("global_symbol", name)

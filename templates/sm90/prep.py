@@ -44,44 +44,26 @@ def load_rows(x, start, count, i_head, rows, below):
 
 @dataclass(frozen=True)
 class Sums:
-    """Cumsums of a chunk's gates, in registers but for what is said.
+    """Cumsums of a chunk's gates, in registers but for what is said."""
 
-    Attributes:
-        local: from the start of each sub-chunk.
-        middle: anchors, from the start of each.
-        total: of sub-chunks.
-        anchors: from the chunk's start, in shared memory.
-        anchor: the same.
-        last: of the chunk.
-        wild: least exponents, in shared memory, of a gate without a bound; or None.
-    """
-
-    local: Any
-    middle: Any
-    total: Any
-    anchors: Any
-    anchor: Any
-    last: Any
-    wild: Any
+    local: Any  # from the start of each sub-chunk
+    middle: Any  # anchors, from the start of each
+    total: Any  # of sub-chunks
+    anchors: Any  # from the chunk's start, in shared memory
+    anchor: Any  # the same
+    last: Any  # of the chunk
+    wild: Any  # least exponents, in shared memory, of a gate without a bound; or None
 
 
 @dataclass(frozen=True)
 class Links:
-    """Powers of two that take operands from anchors elsewhere, in registers.
+    """Powers of two that take operands from anchors elsewhere, in registers."""
 
-    Attributes:
-        ahead: to the chunk's start.
-        ahead_neg: the same, negative.
-        behind: to the chunk's end.
-        out: to their sub-chunk's end, of a gate without a bound.
-        nexts: from there, or from the anchor, to the anchors of the sub-chunks that follow.
-    """
-
-    ahead: Any
-    ahead_neg: Any
-    behind: Any
-    out: Any
-    nexts: list[Any]
+    ahead: Any  # to the chunk's start
+    ahead_neg: Any  # the same, negative
+    behind: Any  # to the chunk's end
+    out: Any  # to their sub-chunk's end, of a gate without a bound
+    nexts: list[Any]  # from there, or from the anchor, to the anchors of the sub-chunks that follow
 
 
 @T.macro
@@ -168,18 +150,8 @@ def normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads):
 def store_operands(p, x, links, rows, factor, keys, at, k_neg, qg, kg, threads):
     """Operands, where a thread reads and overwrites its own rows, and the three factors of a chunk, to memory.
 
-    Args:
-        p: the problem.
-        x: sums; local ones are overwritten.
-        links: powers of two.
-        rows: of q and k; become operands.
-        factor: what they are multiplied with.
-        keys: operands, a tile for each distance between sub-chunks; written.
-        at: the chunk.
-        k_neg: written.
-        qg: written.
-        kg: written.
-        threads: of the block.
+    ``x`` are sums, whose local ones are overwritten; ``rows`` of q and k, to be multiplied with ``factor``, become
+    operands, and ``keys`` others, a tile for each distance between sub-chunks.
     """
     thread, KP, io, f32 = T.get_thread_binding(), rows.shape[1], rows.dtype, "float32"
     q_raw = T.alloc_fragment((ROWS_AT_ONCE, NB, KP), io)

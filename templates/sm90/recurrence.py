@@ -7,7 +7,6 @@ A warp keeps chunks coming through the tensor memory accelerator, one or two war
 in the registers of those that multiply, which spares prep a product.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,43 +15,25 @@ import torch
 from tilelang import tvm
 from tilelang.layout import make_half_bank_swizzled_layout
 
-from kda_tl.core.stage import Case, Config, tunable
+from kda_tl.core.stage import Case, Operands, tunable
 from kda_tl.templates.common.chunks import unpack_lower
-from kda_tl.templates.common.tile import at_state
+from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
+from kda_tl.templates.sm90.hopper import HopperConfig
 
 WARPGROUP = 128
 ROWS = 64  # of the transposed state that a warpgroup multiplies
 PRODUCER = 32  # threads of the warp that loads
 OUTPUT_PAD = 8  # elements a row of the transposed output: banks of four rows differ
 
-# What prep makes of a chunk and head
-FACTORS = {
-    "A": "NT HV LOWER HALF : io",
-    "Aqk": "NT HV LOWER HALF : io",
-    "k_neg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-    "kg": "NT HV BT KP : io",
-    "decay": "NT HV KP : f32",
-}
-# Which chunks are a segment, and which tokens a chunk
-TABLES = {"segments": "NS 4 : i32", "chunk_tokens": "NT 2 : i32"}
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What prep made: whole tensors, or their tiles in shared memory."""
-
-    A: Any
-    Aqk: Any
-    k_neg: Any
-    qg: Any
-    kg: Any
-    decay: Any
+# states, values and results rounded to io a chunk; the recurrence, either way, contracts, so errors do not grow
+TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrenceConfig(Config):
-    """BV: rows of the transposed state a block owns, 64 a multiplying warpgroup; num_stages: chunks loaded ahead."""
+class RecurrenceConfig(HopperConfig):
+    """BV: value channels a block owns, rows of the transposed state, 64 for each warpgroup that multiplies; num_stages:
+    chunks loaded ahead.
+    """
 
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128)  # channels of a key that the stage is written for
     BV: int = tunable(64, 64, 128)
@@ -61,8 +42,8 @@ class RecurrenceConfig(Config):
     def reject(self, case: Case) -> str | None:
         """Hopper, 16-bit operands, dimensions in whole tiles of the matrix unit, and shared memory."""
         p = case.problem
-        if case.device.sm != 90:
-            return f"its products are instructions of sm_90, the device is {case.device.arch}"
+        if reason := super().reject(case):
+            return reason
         if case.BT != 64:
             return f"it is written for BT=64, not BT={case.BT}"
         if p.dtype == "fp32":
@@ -88,27 +69,14 @@ class RecurrenceConfig(Config):
         return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS + BT) * 2
 
 
-def walk_reference(
-    values: torch.Tensor, state: torch.Tensor, first: int, count: int, factors: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The transposed state [HV, rows, KP] after ``count`` chunks; and their outputs, if the factors are those of one.
+def step_reference(x: Operands, t: int, values: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """New values [HV, BT, rows] of chunk t, and the transposed state [HV, rows, KP] after it, in the dtype of that.
 
-    Args:
-        values: [NT, HV, BT, rows], in the dtype of the state.
-        state: before the first chunk.
-        first: the first chunk.
-        count: of chunks.
-        factors: what prep made, by name.
+    ``x`` is what prep made, by name; values are of all chunks, [NT, HV, BT, rows].
     """
-    outputs = []
-    for t in range(first, first + count):
-        x = {name: factor[t].to(state.dtype) for name, factor in factors.items()}
-        x |= {name: unpack_lower(x[name]) for name in ("A", "Aqk") if name in x}
-        v_new = x["A"] @ (values[t] + x["k_neg"] @ state.mT)
-        if "qg" in x:
-            outputs.append(x["qg"] @ state.mT + x["Aqk"] @ v_new)
-        state = state * x["decay"][:, None] + v_new.mT @ x["kg"]
-    return state, outputs
+    A, k_neg, kg, decay = (y[t].to(state.dtype) for y in (x.A, x.k_neg, x.kg, x.decay))
+    v_new = unpack_lower(A) @ (values[t] + k_neg @ state.mT)
+    return v_new, state * decay[:, None] + v_new.mT @ kg
 
 
 def read_state(case: Case, h0: torch.Tensor | None, n: int, like: torch.Tensor) -> torch.Tensor:
@@ -175,13 +143,13 @@ def load_parts(x, i_t, i_h, tiles, slot, ready):
 
 
 @T.macro
-def store_constants(triangles, units=()):
-    """Zeros where triangles are never loaded, and unit matrices, in shared memory, by all threads."""
-    for tile in triangles:
-        stages, BT, _ = tile.shape
+def store_constants(triangles, unit=None):
+    """Zeros where triangles are never loaded, and a unit matrix, in shared memory, by all threads."""
+    for m in list(range(len(triangles))):  # of numbers, see load_parts
+        stages, BT, _ = triangles[m].shape
         for s, i, j in T.Parallel(stages, BT // 2, BT // 2):
-            tile[s, i, BT // 2 + j] = 0
-    for unit in units:
+            triangles[m][s, i, BT // 2 + j] = 0
+    if unit is not None:
         for i, j in T.Parallel(*unit.shape):
             unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
     T.fence_proxy_async()
@@ -193,13 +161,6 @@ def issue_transposed(v_shared, unit, slot, value):
     """V^T of the chunk in a slot, under way: what shared memory holds, read transposed, times one."""
     rows = T.GemmWarpPolicy.FullRow
     T.wgmma_gemm(v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows)
-
-
-@T.macro
-def issue_values(v_shared, n_shared, unit, slot, state_io, value):
-    """V^T + S^T k_neg^T of the chunk in a slot, under way."""
-    issue_transposed(v_shared, unit, slot, value)
-    T.wgmma_gemm(state_io, n_shared[slot, :, :], value, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
 
 @T.macro

@@ -17,15 +17,10 @@ import tilelang.language as T
 
 @dataclass(frozen=True)
 class Ring:
-    """The barriers of a ring, one of each a slot.
+    """The barriers of a ring, one of each a slot."""
 
-    Attributes:
-        full: complete when the copies that name it have come and their producers have committed.
-        empty: complete when all consumers have released the slot.
-    """
-
-    full: Any
-    empty: Any
+    full: Any  # complete when the copies that name it have come and their producers have committed
+    empty: Any  # complete when all consumers have released the slot
 
     @property
     def stages(self) -> int:

@@ -11,15 +11,10 @@ NB = 4  # sub-chunks a chunk: kernels of whole chunks are written for four, and 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of the rows of a chunk.
+    """The order of the rows of a chunk."""
 
-    Attributes:
-        run: neighbouring rows of q, above as many of k.
-        later_first: whether the later half of a chunk lies above the earlier; then runs are of a sub-chunk.
-    """
-
-    run: int
-    later_first: bool = False
+    run: int  # neighbouring rows of q, above as many of k
+    later_first: bool = False  # whether the later half of a chunk lies above the earlier; then runs are of a sub-chunk
 
     def _place(self, block: Any) -> Any:
         """Where a run lies among the runs, or which run lies there."""

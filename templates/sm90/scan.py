@@ -7,36 +7,36 @@ V through the same ring, and finds the identity in the first slot of Aqk, which 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import tilelang.language as T
 import torch
 
-from kda_tl.core.stage import Case, Cost
-from kda_tl.templates.common.chunks import join_chunks, split_chunks, unpack_lower
+from kda_tl.core.stage import Case, Cost, Operands
+from kda_tl.templates.common.chunks import join_chunks, split_chunks
 from kda_tl.templates.common.tile import TL_DTYPE, at_state
+from kda_tl.templates.sm90.hopper import count_bytes
 from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
     PRODUCER,
-    Factors,
     RecurrenceConfig,
     find_chunks,
     finish_values,
-    issue_values,
+    issue_transposed,
     layout_lower,
+    step_reference,
     store_constants,
 )
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.walk import (
     BY_ROWS,
-    Kept,
-    Tiles,
     Walk,
+    alloc_tiles,
     decay_state,
     load_backwards,
     load_chunk,
+    step_back_reference,
     store_tiles,
-    walk_back_reference,
     walk_backwards,
 )
 
@@ -52,7 +52,7 @@ SCANNED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScanConfig(RecurrenceConfig):
-    """Of a stage that scans both ways and keeps what it passes through."""
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
 
     def smem_bytes(self, case: Case) -> int:
         """The tiles of every stage, those that are stored, and two barriers a stage."""
@@ -62,50 +62,41 @@ class ScanConfig(RecurrenceConfig):
 
 
 def scan_reference(
-    case: Case,
-    starts: Sequence[torch.Tensor],
-    ends: Sequence[torch.Tensor],
-    v: torch.Tensor,
-    do: torch.Tensor,
-    segments: torch.Tensor,
-    chunk_tokens: torch.Tensor,
-    factors: Mapping[str, torch.Tensor],
+    case: Case, x: Operands, starts: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Both scans of segments from given states, and back from given gradients, [HV, V, KP], in the dtype of these."""
-    p, rows = case.problem, segments.tolist()
-    dtype = factors["decay"].dtype
-    given, d_o = (split_chunks(x.to(dtype), chunk_tokens, case.BT) for x in (v, do))
+    p, dtype = case.problem, x.decay.dtype
+    given, d_o = (split_chunks(y.to(dtype), x.chunk_tokens, case.BT) for y in (x.v, x.do))
     values, dx = torch.zeros_like(given.mT), torch.zeros_like(d_o)
     states = given.new_zeros((*given.shape[:2], p.V, p.KP))
     dstates, dh0 = torch.zeros_like(states), {}
-    for state, dstate, (first, count, begins, _) in zip(starts, ends, rows, strict=True):
+    for state, dstate, (first, count, begins, _) in zip(starts, ends, x.segments.tolist(), strict=True):
         for t in range(first, first + count):
-            x = {name: factors[name][t].to(dtype) for name in ("k_neg", "kg", "decay")}
             states[t] = state
-            values[t] = (given[t].mT + state @ x["k_neg"].mT) @ unpack_lower(factors["A"][t].to(dtype)).mT
-            state = state * x["decay"][:, None] + values[t] @ x["kg"]
-        dstate, passed, dvalues = walk_back_reference(d_o, dstate, first, count, factors)
-        for t, (dstate_after, dvalue) in enumerate(zip(passed, dvalues, strict=True), first):
-            dstates[t], dx[t] = dstate_after, dvalue
+            v_new, state = step_reference(x, t, given, state)
+            values[t] = v_new.mT
+        for t in reversed(range(first, first + count)):
+            dstates[t] = dstate
+            dx[t], dstate = step_back_reference(x, t, d_o, dstate)
         if begins >= 0:
             dh0[begins] = dstate[..., : p.K] if p.state_v_first else dstate[..., : p.K].mT
-    dv = join_chunks(dx, chunk_tokens, do.shape[0], p.V)
+    dv = join_chunks(dx, x.chunk_tokens, x.do.shape[0], p.V)
     found = {"values": values, "states": states, "dv": dv, "dstates": dstates}
     return found | ({"dh0": torch.stack([dh0[n] for n in sorted(dh0)])} if p.initial_state else {})
 
 
 @T.macro
-def load_forwards(case, v, factors, tiles, ring, w):
+def load_forwards(case, x, tiles, ring, w):
     """Producer: the chunks of a segment from the first to the last."""
     for c in T.serial(w.chunks):
         row = w.start + c * case.BT
-        load_chunk(v, factors, tiles, ring, c, w.first + c, row, w.end, w.i_h, w.v0, False)
+        load_chunk(x.v, x, tiles, ring, c, w.first + c, row, w, False)
 
 
 @T.macro
 def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
     """Consumer: values and states from the first chunk to the last; arguments as of :func:`walk_backwards`."""
-    p, BT, BV, held = case.problem, case.BT, config.BV, tiles.factors
+    p, BT, BV = case.problem, case.BT, config.BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
     state = T.alloc_fragment((BV, p.KP), f32)
     state_io = T.alloc_fragment((BV, p.KP), io)
@@ -116,12 +107,13 @@ def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
     for c in T.serial(w.chunks):
         slot, phase = ring.place_to_read(c)
         ring.wait(slot, phase)
-        issue_values(tiles.x, held.k_neg, held.Aqk[0, :, :], slot, state_io, value)
+        issue_transposed(tiles.x, tiles.Aqk[0, :, :], slot, value)
+        T.wgmma_gemm(state_io, tiles.k_neg[slot, :, :], value, transpose_B=True, policy=BY_ROWS)
         finish_values(value, value_io)
-        T.wgmma_gemm(value_io, held.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-        decay_state(state, held.decay, slot)
+        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        decay_state(state, tiles.decay, slot)
         finish_values(value, value_io)
-        T.wgmma_gemm(value_io, held.kg[slot, :, :], state, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.kg[slot, :, :], state, policy=BY_ROWS)
         stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
         store_tiles((state_io, value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
         T.wait_wgmma(0)
@@ -140,24 +132,6 @@ def store_gradient(p, state, dh0, cut, w):
                 dh0[at_state(p, w.i_n, w.i_h, j, w.v0 + i)] = state[i, j]
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """The kernel's, in memory; starts and ends are states, and gradients of states, that segments start from."""
-
-    v: Any
-    d_o: Any
-    factors: Factors
-    starts: Any
-    ends: Any
-    segments: Any
-    chunk_tokens: Any
-    values: Any
-    states: Any
-    dv: Any
-    dstates: Any
-    dh0: Any
-
-
 @T.macro
 def scan(case, config, load_state, registers, cut, i_block, NS, x):
     """A kernel's body: a block takes one direction of a (segment, value head, BV rows), backwards in the first half.
@@ -170,7 +144,7 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
         cut: whether segments may be parts of a sequence.
         i_block: the thread block.
         NS: number of segments.
-        x: the tensors.
+        x: the tensors; starts and ends are states, and gradients of states, that segments start from.
     """
     p, BT, BV, stages, consumers = case.problem, case.BT, config.BV, config.num_stages, config.consumers
     HV, KP, VB, io = p.HV, p.KP, p.V // config.BV, TL_DTYPE[p.dtype]
@@ -180,53 +154,41 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
     v0 = i_block % VB * BV
     first, chunks, start, end = find_chunks(x.segments, x.chunk_tokens, i_s)
     i_n = x.segments[i_s, 2]
-    x_shared = T.alloc_shared((stages, BT, BV), io)
-    A_shared = T.alloc_shared((stages, BT, BT), io)
-    Aqk_shared = T.alloc_shared((stages, BT, BT), io)  # forwards, the first one is a unit matrix
-    n_shared = T.alloc_shared((stages, BT, KP), io)
-    q_shared = T.alloc_shared((stages, BT, KP), io)
-    k_shared = T.alloc_shared((stages, BT, KP), io)
-    decay_shared = T.alloc_shared((stages, KP), "float32")
+    tiles = alloc_tiles(case, config)  # forwards, the first slot of Aqk is a unit matrix
     state_shared = T.alloc_shared((BV, KP), io)
     value_shared = T.alloc_shared((BV, BT), io)
     dv_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
     ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
     free = T.alloc_barrier(arrive_count=[consumers] * stages)
     thread = T.get_thread_binding()
-    T.annotate_layout(layout_lower(A_shared, Aqk_shared))
+    T.annotate_layout(layout_lower(tiles.A, tiles.Aqk))
     for i, j in T.Parallel(BT, BT):
         if T.Not(back):
-            Aqk_shared[0, i, j] = T.if_then_else(i == j, 1.0, 0.0)
-    triangles = [A_shared, Aqk_shared]
-    store_constants(triangles)
-    A_shared, Aqk_shared = triangles  # names again, see outputs.py
+            tiles.Aqk[0, i, j] = T.if_then_else(i == j, 1.0, 0.0)
+    store_constants([tiles.A, tiles.Aqk])
 
     w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
-    tiles = Tiles(x_shared, Factors(A_shared, Aqk_shared, n_shared, q_shared, k_shared, decay_shared))
     ring = Ring(ready, free)
     if thread < consumers:
         T.set_max_nreg(registers[0], 1)
         if back:
-            kept = Kept(x.dstates, x.dv, state_shared, dv_shared)
+            kept = SimpleNamespace(state=x.dstates, value=x.dv, state_shared=state_shared, value_shared=dv_shared)
             state = walk_backwards(case, config, load_state, x.ends, tiles, ring, w, kept)
             store_gradient(p, state, x.dh0, cut, w)
         else:
-            kept = Kept(x.states, x.values, state_shared, value_shared)
+            kept = SimpleNamespace(state=x.states, value=x.values, state_shared=state_shared, value_shared=value_shared)
             walk_forwards(case, config, load_state, x.starts, tiles, ring, w, kept)
     else:
         T.set_max_nreg(registers[1], 0)
         if thread < consumers + PRODUCER:
             if back:
-                load_backwards(case, x.d_o, x.factors, tiles, ring, w)
+                load_backwards(case, x, tiles, ring, w)
             else:
-                load_forwards(case, x.v, x.factors, tiles, ring, w)
+                load_forwards(case, x, tiles, ring, w)
 
 
-def scan_cost(case: Case, sizes: Mapping[str, int], elements: int) -> Cost:
-    """v, do and what prep made in; values, states and gradients out; some elements of fp32; ten products a chunk."""
+def scan_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str]) -> Cost:
+    """Every tensor once; ten products a chunk."""
     p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks, rows = sizes["NT"] * p.HV, sizes["tokens"] * p.HV
-    moved = 3 * rows * p.V * io + chunks * (BT * (2 * BT * 3 // 4 + 3 * p.KP) * io + p.KP * 4)
-    kept = chunks * p.V * (BT + 2 * p.KP) * io
-    return Cost(bytes=moved + kept + elements * 4, flops=chunks * BT * p.V * (10 * p.K + 6 * BT))
+    flops = sizes["NT"] * p.HV * BT * p.V * (10 * p.K + 6 * BT)
+    return Cost(bytes=count_bytes(case, sizes, tensors), flops=flops)

@@ -13,160 +13,103 @@ dO, factors    a slot     io     the ring, of num_stages slots: full when all of
 dS^T, dX       one tile   io     shared memory, on the way to memory
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 import torch
 
+from kda_tl.core.stage import Operands
 from kda_tl.templates.common.chunks import unpack_lower
 from kda_tl.templates.common.tile import TL_DTYPE
-from kda_tl.templates.sm90.recurrence import Factors, finish_values, load_lower, load_values, store_output
+from kda_tl.templates.sm90.recurrence import finish_values, load_lower, load_values, store_output
 
 BARRIER = 1  # a named one, of the threads that multiply
 BY_ROWS = T.GemmWarpPolicy.FullRow
 
 
-def walk_back_reference(
-    d_o: torch.Tensor, dstate: torch.Tensor, first: int, count: int, factors: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """The gradient of the transposed state [HV, rows, KP] before ``count`` chunks; of it after each, and of values.
+def step_back_reference(
+    x: Operands, t: int, d_o: torch.Tensor, dstate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the values [HV, BT, rows] of chunk t, and of the transposed state [HV, rows, KP] before it.
 
-    Args:
-        d_o: [NT, HV, BT, rows], in the dtype of dstate.
-        dstate: after the last chunk.
-        first: the first chunk.
-        count: of chunks.
-        factors: what prep made, by name.
+    ``x`` is what prep made, by name; d_o is of all chunks, [NT, HV, BT, rows], and dstate is that after the chunk, in
+    one dtype.
     """
-    dstates, dx = [], []
-    for t in reversed(range(first, first + count)):
-        x = {name: factor[t].to(dstate.dtype) for name, factor in factors.items()}
-        dstates.append(dstate)
-        dx.append(unpack_lower(x["A"]).mT @ (unpack_lower(x["Aqk"]).mT @ d_o[t] + x["kg"] @ dstate.mT))
-        dstate = dstate * x["decay"][:, None] + d_o[t].mT @ x["qg"] + dx[-1].mT @ x["k_neg"]
-    return dstate, dstates[::-1], dx[::-1]
+    A, Aqk, k_neg, qg, kg, decay = (y[t].to(dstate.dtype) for y in (x.A, x.Aqk, x.k_neg, x.qg, x.kg, x.decay))
+    dx = unpack_lower(A).mT @ (unpack_lower(Aqk).mT @ d_o[t] + kg @ dstate.mT)
+    return dx, dstate * decay[:, None] + d_o[t].mT @ qg + dx.mT @ k_neg
 
 
 @T.macro
-def _begin(threads):
-    """Until the last chunk's tiles have been read."""
-    T.tma_store_wait(0)
+def store_tiles(tiles, shared, tensors, i_t, i_h, v0, threads):
+    """Fragments ``[BV, width]`` to their rows of a chunk, ``[NT, HV, V, width]``, by way of a tile in shared memory for
+    each; the block's first ``threads``, which hold the fragments. Does not wait for the stores.
+    """
+    T.tma_store_wait(0)  # the last chunk's tiles have been read
     T.sync_threads(BARRIER, threads)
-
-
-@T.macro
-def _copy(tile, shared):
-    T.copy(tile, shared)
-
-
-@T.macro
-def _publish(threads):
+    for m in list(range(len(tiles))):  # of numbers, see load_parts
+        T.copy(tiles[m], shared[m])
     T.fence_proxy_async()
     T.sync_threads(BARRIER, threads)
-
-
-@T.macro
-def _store(shared, x, i_t, i_h, v0, threads):
-    T.tma_copy(shared, x[i_t, i_h, v0 : v0 + shared.shape[0], :], leader_scope_threads=threads)
-
-
-def store_tiles(
-    tiles: Sequence[Any], shared: Sequence[Any], tensors: Sequence[Any], i_t: Any, i_h: Any, v0: Any, threads: int
-) -> None:
-    """Fragments ``[BV, width]`` to their rows of a chunk, by way of shared memory; does not wait for the stores.
-
-    No macro: in one, a loop over tensors gives all of them the loop variable's name (TileLang 0.1.15).
-
-    Args:
-        tiles: fragments.
-        shared: a tile in shared memory for each.
-        tensors: where they go, ``[NT, HV, V, width]``.
-        i_t: the chunk.
-        i_h: the head.
-        v0: the first row.
-        threads: that hold the fragments, from the block's first on.
-    """
-    _begin(threads)
-    for tile, to in zip(tiles, shared, strict=True):
-        _copy(tile, to)
-    _publish(threads)
-    for to, x in zip(shared, tensors, strict=True):
-        _store(to, x, i_t, i_h, v0, threads)
+    for m in list(range(len(tiles))):
+        rows = shared[m].shape[0]
+        T.tma_copy(shared[m], tensors[m][i_t, i_h, v0 : v0 + rows, :], leader_scope_threads=threads)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What a thread block walks over.
+    """What a thread block walks over."""
 
-    Attributes:
-        i_s: the segment.
-        i_n: its sequence, or what else load_state and store_state ask for.
-        i_h: the value head.
-        v0: the first row of the state.
-        first: the first chunk.
-        chunks: their number.
-        start: the first token.
-        end: the token past the last.
-    """
-
-    i_s: Any
-    i_n: Any
-    i_h: Any
-    v0: Any
-    first: Any
-    chunks: Any
-    start: Any
-    end: Any
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The slots of the ring: V or dO, and what prep made."""
-
-    x: Any
-    factors: Factors
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a walk leaves of each chunk, the state and the values or their gradients, and tiles on the way there."""
-
-    state: Any
-    value: Any
-    state_shared: Any
-    value_shared: Any
+    i_s: Any  # the segment
+    i_n: Any  # its sequence, or what else load_state and store_gradient ask for
+    i_h: Any  # the value head
+    v0: Any  # the first row of the state
+    first: Any  # the first chunk
+    chunks: Any  # their number
+    start: Any  # the first token
+    end: Any  # the token past the last
 
 
 @T.macro
-def load_chunk(x, factors, tiles, ring, c, i_t, row, end, i_h, v0, backwards):
-    """Producer: what a direction needs of a chunk, what is multiplied first before the rest."""
-    held = tiles.factors
+def alloc_tiles(case, config):
+    """The slots of the ring, by the names of what they hold; x is V or dO."""
+    stages, BT, KP, io = config.num_stages, case.BT, case.problem.KP, TL_DTYPE[case.problem.dtype]
+    x_shared = T.alloc_shared((stages, BT, config.BV), io)
+    A_shared = T.alloc_shared((stages, BT, BT), io)
+    Aqk_shared = T.alloc_shared((stages, BT, BT), io)
+    n_shared = T.alloc_shared((stages, BT, KP), io)
+    q_shared = T.alloc_shared((stages, BT, KP), io)
+    k_shared = T.alloc_shared((stages, BT, KP), io)
+    decay_shared = T.alloc_shared((stages, KP), "float32")
+    triangles, factors = {"A": A_shared, "Aqk": Aqk_shared}, {"k_neg": n_shared, "qg": q_shared, "kg": k_shared}
+    return SimpleNamespace(x=x_shared, **triangles, **factors, decay=decay_shared)
+
+
+@T.macro
+def load_chunk(v, x, tiles, ring, c, i_t, row, w, backwards):
+    """Producer: what a direction needs of a chunk, what is multiplied first before the rest; v is V or dO."""
+    i_h = w.i_h
     slot, phase = ring.place_to_fill(c)
     ring.acquire(slot, phase)
-    load_values(x, tiles.x, ring.full, slot, row, end, i_h, v0)
-    if backwards:
-        load_lower(factors.Aqk, i_t, i_h, held.Aqk, slot, ring.full)
-        T.tma_copy(factors.kg[i_t, i_h, :, :], held.kg[slot, :, :], barrier=ring.full[slot])
-        load_lower(factors.A, i_t, i_h, held.A, slot, ring.full)
-        T.tma_copy(factors.qg[i_t, i_h, :, :], held.qg[slot, :, :], barrier=ring.full[slot])
-        T.tma_copy(factors.k_neg[i_t, i_h, :, :], held.k_neg[slot, :, :], barrier=ring.full[slot])
-    else:
-        T.tma_copy(factors.k_neg[i_t, i_h, :, :], held.k_neg[slot, :, :], barrier=ring.full[slot])
-        load_lower(factors.A, i_t, i_h, held.A, slot, ring.full)
-        T.tma_copy(factors.kg[i_t, i_h, :, :], held.kg[slot, :, :], barrier=ring.full[slot])
-    T.tma_copy(factors.decay[i_t, i_h, :], held.decay[slot, :], barrier=ring.full[slot])
+    load_values(v, tiles.x, ring.full, slot, row, w.end, i_h, w.v0)
+    for name in ("Aqk", "kg", "A", "qg", "k_neg") if backwards else ("k_neg", "A", "kg"):
+        if name in ("A", "Aqk"):
+            load_lower(getattr(x, name), i_t, i_h, getattr(tiles, name), slot, ring.full)
+        else:
+            T.tma_copy(getattr(x, name)[i_t, i_h, :, :], getattr(tiles, name)[slot, :, :], barrier=ring.full[slot])
+    T.tma_copy(x.decay[i_t, i_h, :], tiles.decay[slot, :], barrier=ring.full[slot])
     ring.commit(slot)
 
 
 @T.macro
-def load_backwards(case, d_o, factors, tiles, ring, w):
+def load_backwards(case, x, tiles, ring, w):
     """Producer: the chunks of a segment from the last to the first."""
     for c in T.serial(w.chunks):
         i_c = w.chunks - 1 - c
         row = w.start + i_c * case.BT
-        load_chunk(d_o, factors, tiles, ring, c, w.first + i_c, row, w.end, w.i_h, w.v0, True)
+        load_chunk(x.d_o, x, tiles, ring, c, w.first + i_c, row, w, True)
 
 
 @T.macro
@@ -178,22 +121,14 @@ def decay_state(state, decay, slot):
 
 @T.macro
 def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
-    """Consumer: gradients of states and values from the last chunk to the first.
+    """Consumer: gradients of states and values from the last chunk to the first, from ``ends``, those of the states
+    after segments.
 
-    Args:
-        case: what the kernel is built for.
-        config: of the stage.
-        load_state: macro of the fragment to fill, the tensor of states, whether that is there, and the walk.
-        ends: gradients of the states after segments.
-        tiles: slots of the ring.
-        ring: their barriers.
-        w: the walk.
-        kept: where the gradients of each chunk go; None where they are not wanted.
-
-    Returns:
-        The gradient of the state before the first chunk, in registers.
+    ``load_state`` is a macro of the fragment to fill, the tensor of states, whether that is there, and the walk.
+    ``kept`` says where the gradients of each chunk go, and tiles on the way there; None where they are not wanted.
+    Returns the gradient of the state before the first chunk, in registers.
     """
-    p, BT, BV, held = case.problem, case.BT, config.BV, tiles.factors
+    p, BT, BV = case.problem, case.BT, config.BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
     state = T.alloc_fragment((BV, p.KP), f32)
     state_io = T.alloc_fragment((BV, p.KP), io)
@@ -206,19 +141,19 @@ def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
         i_c = w.chunks - 1 - c
         ring.wait(slot, phase)
         T.wgmma_gemm(
-            tiles.x[slot, :, :], held.Aqk[slot, :, :], value, transpose_A=True, clear_accum=True, policy=BY_ROWS
+            tiles.x[slot, :, :], tiles.Aqk[slot, :, :], value, transpose_A=True, clear_accum=True, policy=BY_ROWS
         )
-        T.wgmma_gemm(state_io, held.kg[slot, :, :], value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(state_io, tiles.kg[slot, :, :], value, transpose_B=True, policy=BY_ROWS)
         finish_values(value, value_io)
-        T.wgmma_gemm(value_io, held.A[slot, :, :], value, clear_accum=True, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, clear_accum=True, policy=BY_ROWS)
         if kept is not None:
             store_tiles((state_io,), (kept.state_shared,), (kept.state,), w.first + i_c, w.i_h, w.v0, config.consumers)
-        decay_state(state, held.decay, slot)
-        T.wgmma_gemm(tiles.x[slot, :, :], held.qg[slot, :, :], state, transpose_A=True, policy=BY_ROWS)
+        decay_state(state, tiles.decay, slot)
+        T.wgmma_gemm(tiles.x[slot, :, :], tiles.qg[slot, :, :], state, transpose_A=True, policy=BY_ROWS)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(value, num_regs=BT // 2)
         T.copy(value, value_io)
-        T.wgmma_gemm(value_io, held.k_neg[slot, :, :], state, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.k_neg[slot, :, :], state, policy=BY_ROWS)
         if kept is not None:
             store_output(value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
         T.wait_wgmma(0)

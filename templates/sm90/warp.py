@@ -49,13 +49,10 @@ def _take_right(both, row, column, factor, two, right):
 
 @T.macro
 def find_norms(rows, first, factor, scale):
-    """What rows of q and k are multiplied with: norms are the diagonal of rows times rows. Its own rows a warp.
+    """What rows of q and k are multiplied with, q's with scale too: norms are the diagonal of rows times rows.
 
-    Args:
-        rows: 16 of q, 16 of k and so on, in shared memory.
-        first: of the warp's 32.
-        factor: of each row, warp by warp; written.
-        scale: of q.
+    Rows are 16 of q, 16 of k and so on, in shared memory; a warp takes 32, from ``first`` on, and its factors lie warp
+    by warp.
     """
     thread = T.get_thread_binding()
     g = thread % 32 // 4
@@ -82,15 +79,10 @@ def find_norms(rows, first, factor, scale):
 
 @T.macro
 def substitute(both, b_factor, rows, columns, inverse, c):
-    """Forward substitution: column c of the inverse of its block of L, which has 16 rows.
+    """Forward substitution: column c of 64 of the inverse of its block of L, which has 16 rows.
 
-    Args:
-        both: 16 rows of L lie below 16 of something else.
-        b_factor: beta.
-        rows: of the blocks' inverses; written.
-        columns: of the same; written.
-        inverse: the blocks on the diagonal, with beta; written.
-        c: of 64.
+    16 rows of L lie in ``both`` below 16 of something else. The blocks' inverses go to ``rows``, transposed to
+    ``columns``, and with beta to the diagonal of ``inverse``.
     """
     BC, io = 16, inverse.dtype
     column = T.alloc_local((BC,), "float32")
@@ -212,13 +204,8 @@ def invert(both, b_factor, rows, columns, inverse, threads=128):
     two = T.alloc_local((2,), "float32")
     inner = T.alloc_local((16,), "float32")
     outer = T.alloc_local((8,), "float32")
-    if threads == 128:
+    if True if threads == 128 else T.get_thread_binding() < 128:
         _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)
-        T.sync_threads()
+    T.sync_threads()
+    if True if threads == 128 else T.get_thread_binding() < 128:
         _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)
-    else:
-        if T.get_thread_binding() < 128:
-            _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)
-        T.sync_threads()
-        if T.get_thread_binding() < 128:
-            _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, right, two, inner, outer)

@@ -30,7 +30,7 @@ from kda_tl.runtime.dispatch import (
     select_plan,
 )
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.templates.sm90.fwd_recurrence import FwdRecurrenceConfig
+from kda_tl.templates.sm90.outputs import OutputConfig
 
 H100 = known_device("nvidia_h100_80gb_hbm3")
 H20 = known_device("nvidia_h20")
@@ -149,7 +149,7 @@ def test_a_plan_without_room_for_states_serves_no_call_that_wants_them(tmp_path:
     """They take shared memory, which another plan may have."""
     problem = replace(PROBLEM, K=64)
     plan = pipeline_defaults("prep_recurrence", Case(problem=problem, device=H200, BT=64, BC=16))
-    recurrence = FwdRecurrenceConfig(BV=128, num_stages=3)
+    recurrence = OutputConfig(BV=128, num_stages=3)
     plan = replace(plan, stages=(plan.stages[0], ("fwd_recurrence", recurrence)))
     wanted = replace(problem, intermediate_states=True)
     tight = replace(H200, smem_bytes=recurrence.smem_bytes(Case(problem=problem, device=H200, BT=64, BC=16)))
