@@ -11,10 +11,6 @@ from kda_tl.core.problem import Problem
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2
 
 
-def _sigmoid(x: Any) -> Any:
-    return 1.0 / (1.0 + T.exp2(-RCP_LN2 * x))
-
-
 def _sigmoid_slope(x: Any) -> Any:
     """sigmoid(x) sigmoid(-x), exact where one of them rounds to 1."""
     e = T.exp2(-RCP_LN2 * T.max(x, -x))
@@ -40,7 +36,8 @@ class Slopes:
         """d log_alpha / dx, of the gates that have an activation."""
         if self.p.gate == "safe":
             return lower_bound * rate * _sigmoid_slope(rate * x)
-        return T.if_then_else(self._log_decay(x, rate) * RCP_LN2 < FORGOTTEN, 0.0, -rate * _sigmoid(x))
+        sigmoid = 1.0 / (1.0 + T.exp2(-RCP_LN2 * x))
+        return T.if_then_else(self._log_decay(x, rate) * RCP_LN2 < FORGOTTEN, 0.0, -rate * sigmoid)
 
     def A_log(self, x: Any, rate: Any, d: Any) -> Any:
         """What a token adds to dA_log; d is the gradient of its step, or of x for the safe gate."""

@@ -30,15 +30,10 @@ TL_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "i32": "in
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a kernel's tiles live and how its loops run.
+    """Where a kernel's tiles live and how its loops run."""
 
-    Attributes:
-        cpu: the C target: tiles are stack arrays and loops are serial.
-        io: TileLang dtype of the matrix operands: the problem's io dtype, float32 on the CPU.
-    """
-
-    cpu: bool
-    io: str
+    cpu: bool  # the C target: tiles are stack arrays and loops are serial
+    io: str  # TileLang dtype of the matrix operands: the problem's io dtype, float32 on the CPU
 
     @classmethod
     def of(cls, case: Case) -> Tile:
@@ -73,6 +68,14 @@ class Tile:
             return _spread_cumsum(self, g_cumsum, i_t, i_hv, g_shared)
         BK = g_shared.shape[1]
         return T.copy(g_cumsum[i_t, i_hv, :, i_k * BK : (i_k + 1) * BK], g_shared)
+
+    def fragments(self, number: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Any]:
+        """Several fragments alike."""
+        return [self.fragment(shape, dtype) for _ in range(number)]
+
+    def shareds(self, number: int, shape: tuple[int, ...], dtype: str | None = None) -> list[Any]:
+        """Several shared tiles alike."""
+        return [self.shared(shape, dtype) for _ in range(number)]
 
     def parallel(self, *extents: int) -> Any:
         """A loop nest whose iterations are independent."""
@@ -111,19 +114,6 @@ def _read_tf32(x):
     return T.reinterpret(T.bitwise_and(T.reinterpret(x, "uint32"), T.uint32(0xFFFFE000)), "float32")
 
 
-def rest_bytes(case: Case, *operands: tuple[int, int]) -> int:
-    """Shared memory of the rests that :meth:`Tile.gemm` makes of fp32 operands on CUDA; 0 for other dtypes.
-
-    Args:
-        case: what the kernel is built for.
-        operands: shapes of the operands of every product in the kernel. Where their lives allow it TileLang lays rests
-            over one another, so this is an upper bound.
-    """
-    if case.device.kind == "cpu" or case.problem.dtype != "fp32":
-        return 0
-    return 4 * sum(rows * columns for rows, columns in operands)
-
-
 def avoid_wgmma(case: Case) -> dict[str, Any]:
     """Settings of TileLang's passes for a kernel that has a product with K rows.
 
@@ -133,38 +123,34 @@ def avoid_wgmma(case: Case) -> dict[str, Any]:
     return {"tl.disable_wgmma": True} if case.problem.KP > 64 and case.problem.KP % 64 else {}
 
 
-def annotate(case: Case, spec_text: str, **dynamic: Any) -> Any:
-    """``T.Tensor`` annotation of a kernel parameter from the stage's own spec.
+def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callable[[Callable[..., None]], Any]:
+    """Makes a TileLang kernel of a function whose parameters are a stage's tensors, by name; others are fp32 numbers.
 
     An absent optional tensor becomes a one-element placeholder of the same dtype. On the CPU every float tensor is
     float32: the launcher casts at the boundary.
-    """
-    spec = TensorSpec.parse(spec_text)
-    element = spec.element(case.problem)
-    if case.device.kind == "cpu" and element != "i32":
-        element = "fp32"
-    if not spec.present(case.problem):
-        return T.Tensor((1,), TL_DTYPE[element])
-    dims = list(spec.dims)
-    if case.problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
-        dims[2:] = "V", "K"
-    shape = tuple(_extent(dim, {**static_sizes(case), **dynamic}) for dim in dims)
-    return T.Tensor(shape, TL_DTYPE[element])
-
-
-def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callable[[Callable[..., None]], Any]:
-    """Makes a TileLang kernel of a function whose parameters are a stage's tensors, by name; others are fp32 numbers.
 
     Args:
         case: what the kernel is built for.
         tensors: specs by name. ``do`` is a word of C, and its parameter is ``d_o``.
-        dynamic: sizes known at the launch, by name.
+        dynamic: sizes known at the launch, by name; those of a spec's that are not here are named by the spec.
     """
+    p, sizes = case.problem, {**static_sizes(case), **dynamic}
+
+    def annotate(spec: TensorSpec) -> Any:
+        element = spec.element(p)
+        dtype = TL_DTYPE["fp32" if case.device.kind == "cpu" and element != "i32" else element]
+        if not spec.present(p):
+            return T.Tensor((1,), dtype)
+        dims = ("N", "HV", "V", "K") if p.state_v_first and spec.dims == ("N", "HV", "K", "V") else spec.dims
+        for dim in dims:
+            if not dim.isdigit() and dim not in sizes:
+                sizes[dim] = T.dynamic(dim)
+        return T.Tensor(tuple(int(dim) if dim.isdigit() else sizes[dim] for dim in dims), dtype)
 
     def make(function: Callable[..., None]) -> Any:
-        specs = {"d_o" if name == "do" else name: text for name, text in tensors.items()}
+        specs = {"d_o" if name == "do" else name: TensorSpec.parse(text) for name, text in tensors.items()}
         function.__annotations__ = {
-            name: annotate(case, specs[name], **dynamic) if name in specs else T.float32
+            name: annotate(specs[name]) if name in specs else T.float32
             for name in inspect.signature(function).parameters
         }
         return T.prim_func(function)
@@ -175,10 +161,6 @@ def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callabl
 def at_state(problem: Problem, i_n: Any, i_h: Any, i_k: Any, i_v: Any) -> tuple[Any, Any, Any, Any]:
     """Where an element of a sequence's state is, in a caller's tensor of states."""
     return (i_n, i_h, i_v, i_k) if problem.state_v_first else (i_n, i_h, i_k, i_v)
-
-
-def _extent(dim: str, sizes: dict[str, Any]) -> Any:
-    return int(dim) if dim.isdigit() else sizes[dim]
 
 
 def has_gate(problem: Problem, i: Any, count: Any) -> Any:

@@ -14,7 +14,6 @@ by a step that may be millions of nats.
 Source: the chain rule on fwd_gate; gates as in FLA v0.6.0 ``fla/ops/kda/gate.py``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,10 @@ import torch
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, join_chunks, split_chunks
+from kda_tl.templates.common.limits import Sizes, cost_of
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
+from kda_tl.templates.portable.fwd_gate import at_cumsum, at_gate
 
 INPUTS = {
     "dG": "NT HV BT GP : f32",
@@ -46,10 +47,9 @@ OUTPUTS = {
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of dG."""
-    A_log, dt_bias = x.A_log, x.dt_bias
     p, BT, dtype = case.problem, case.BT, x.dG.dtype
     tokens = x.g.shape[0]
-    A_log, dt_bias = (None if y is None else y.to(dtype) for y in (A_log, dt_bias))
+    A_log, dt_bias = (None if y is None else y.to(dtype) for y in (x.A_log, x.dt_bias))
     y = x.g.to(dtype) if dt_bias is None else x.g.to(dtype) + dt_bias
     slope = 1.0 if A_log is None else A_log.exp()[:, None]
     d_cumsum = torch.where(first_rows(BT, p.rank, x.g.device), x.dG.flip(2).cumsum(2).flip(2), 0.0)
@@ -107,38 +107,26 @@ def build(case: Case, config: BwdGateConfig) -> Any:
     HV, scalar, gated = p.HV, p.scalar_gate, p.gate != "log"
     lanes, blocks, steps = (HV, -(-HV // BK), 1) if scalar else (p.K, HV, p.KP // BK)
     tile, slopes = Tile.of(case), Slopes(p)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     def lane(i_h, i_k, j):
         return (i_h if scalar else i_k) * BK + j
 
-    def head(i_h, i_k, j):
-        return lane(i_h, i_k, j) if scalar else i_h
-
-    def channel(i_h, i_k, j):
-        return 0 if scalar else lane(i_h, i_k, j)
-
     def stored(lane):
         return lane < lanes if scalar else True  # channels are padded, heads are not
 
-    def load(dG, i_t, i_h, i, i_k, j):
-        element = dG[i_t, head(i_h, i_k, j), i, channel(i_h, i_k, j)]
-        return T.if_then_else(stored(lane(i_h, i_k, j)), element, 0.0) if scalar else element
-
-    def own(rate, j):
-        return rate[j if scalar else 0]
+    def load(dG, i_t, i_h, i, lane):
+        element = dG[at_cumsum(p, i_t, i_h, i, lane)]
+        return T.if_then_else(stored(lane), element, 0.0) if scalar else element
 
     def of_step(i, count, d):
         """The gradient of row i's own step from that of the cumsum; rows past the end have zeros."""
         return d if p.rank == 1 else T.if_then_else(has_gate(p, i, count), d, 0.0)
 
-    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens)
+    @prim_func(case, INPUTS | OUTPUTS)
     def bwd_gate(dG, db, g, A_log, dt_bias, beta, chunk_tokens, dg, dbeta, dA_log_part, ddt_bias_part, lower_bound):
-        with tile.kernel(NT * blocks, threads=config.threads) as i_block:
-            i_t = i_block // blocks
-            i_h = i_block % blocks  # the head; of a scalar gate, which BK heads
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
+        with tile.kernel(chunk_tokens.shape[0] * blocks, threads=config.threads) as i_block:
+            i_t, i_h = i_block // blocks, i_block % blocks  # the head; of a scalar gate, which BK heads
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             if scalar:
                 for i, j in tile.parallel(BT, BK):
                     h = i_h * BK + j
@@ -178,17 +166,16 @@ def build(case: Case, config: BwdGateConfig) -> Any:
                     if gated:
                         for j in tile.parallel(BK):
                             inside = lane(i_h, i_k, j) < lanes
-                            bias[j] = T.if_then_else(inside, dt_bias[head(i_h, i_k, j), channel(i_h, i_k, j)], 0.0)
+                            bias[j] = T.if_then_else(inside, dt_bias[at_gate(p, i_h, lane(i_h, i_k, j))], 0.0)
                 for i_outer in T.serial(BT // unroll):
                     for i_inner in T.unroll(unroll):  # all loads of a group are issued before the first is used
                         for j in tile.parallel(BK):
                             i = BT - 1 - i_outer * unroll - i_inner
-                            d_cumsum[i_inner, j] = load(dG, i_t, i_h, i, i_k, j)
+                            d_cumsum[i_inner, j] = load(dG, i_t, i_h, i, lane(i_h, i_k, j))
                             if gated:
                                 inside = has_gate(p, i, count) and lane(i_h, i_k, j) < lanes
-                                raw[i_inner, j] = T.if_then_else(
-                                    inside, g[start + i, head(i_h, i_k, j), channel(i_h, i_k, j)], 0
-                                )
+                                at = (start + i, *at_gate(p, i_h, lane(i_h, i_k, j)))
+                                raw[i_inner, j] = T.if_then_else(inside, g[at], 0)
                     for i_inner in T.unroll(unroll):
                         for j in tile.parallel(BK):
                             i = BT - 1 - i_outer * unroll - i_inner
@@ -197,24 +184,23 @@ def build(case: Case, config: BwdGateConfig) -> Any:
                             if gated:
                                 x = T.cast(raw[i_inner, j], "float32") + bias[j]
                                 d_cumsum[i_inner, j] = of_step(i, count, total[j]) * slopes.gate(
-                                    x, own(rate, j), lower_bound
+                                    x, rate[j if scalar else 0], lower_bound
                                 )
                                 if p.has_A_log:
                                     d = d_cumsum[i_inner, j] if p.gate == "safe" else of_step(i, count, total[j])
-                                    of_slope[0, j] = of_slope[0, j] + slopes.A_log(x, own(rate, j), d)
+                                    of_slope[0, j] = of_slope[0, j] + slopes.A_log(x, rate[j if scalar else 0], d)
                                 if p.has_dt_bias:
                                     of_bias[j] = of_bias[j] + d_cumsum[i_inner, j]
                     for i_inner in T.unroll(unroll):
                         for j in tile.parallel(BK):
                             i = BT - 1 - i_outer * unroll - i_inner
                             if (i < count) & (lane(i_h, i_k, j) < lanes):
-                                dg[start + i, head(i_h, i_k, j), channel(i_h, i_k, j)] = T.cast(
-                                    d_cumsum[i_inner, j], dg.dtype
-                                )
+                                at = (start + i, *at_gate(p, i_h, lane(i_h, i_k, j)))
+                                dg[at] = T.cast(d_cumsum[i_inner, j], dg.dtype)
                 if p.has_dt_bias:
                     for j in tile.parallel(BK):
                         if stored(lane(i_h, i_k, j)):
-                            ddt_bias_part[i_t, head(i_h, i_k, j), channel(i_h, i_k, j)] = of_bias[j]
+                            ddt_bias_part[(i_t, *at_gate(p, i_h, lane(i_h, i_k, j)))] = of_bias[j]
             if p.has_A_log:
                 if scalar:
                     for j in tile.parallel(BK):
@@ -237,15 +223,14 @@ def default(case: Case) -> BwdGateConfig:
     return first_valid(case, BwdGateConfig(BK=128), BwdGateConfig(BK=64, threads=32), BwdGateConfig(BK=32, threads=32))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """dG and db in, g too unless its gradient does not need it; dg and dbeta out; some operations an element."""
     p = case.problem
-    g_width, beta_width = (4 if dtype == "fp32" else 2 for dtype in (p.g_dtype, p.beta_dtype))
-    rows = sizes["tokens"] * p.HV
-    read = sizes["NT"] * p.HV * case.BT * (p.GP + 1) * 4
-    read += rows * ((p.gate != "log") * p.G * g_width // p.rank + (p.beta != "plain") * beta_width)
-    written = rows * (p.G * g_width + beta_width) + sizes["NT"] * p.HV * 4 * (p.has_A_log + p.has_dt_bias * p.GP)
-    return Cost(bytes=read + written, flops=12 * rows * p.G)
+    read = {name: INPUTS[name] for name in INPUTS if name != "g" and (name != "beta" or p.beta != "plain")}
+    if p.gate != "log":
+        read["g"] = "first_rows HV G : g"  # of a token, only the first row has a gate
+    sizes = {**sizes, "first_rows": sizes["tokens"] // p.rank}
+    return cost_of(case, sizes, read | OUTPUTS, flops=12 * sizes["tokens"] * p.HV * p.G)
 
 
 # dg and dbeta rounded to io once: 2^-9 (bf16), 2^-12 (fp16); fp32 sums of up to 64 x 256 terms of either sign

@@ -20,7 +20,6 @@ lie in the order of their s and are read back, through shared memory, in the ord
 Source: the chain rule on fwd_intra, Kimi Linear, arXiv:2510.26692, section 3.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +27,10 @@ import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
-from kda_tl.reference import activate_beta
-from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, rest_bytes
+from kda_tl.templates.common.chunks import split_operands
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func
+from kda_tl.templates.portable.fwd_intra import even_row, odd_row
 
 PAD = 8  # floats between rows of the products: matrix fragments are written in pairs, eight rows at a time
 ADDRESSES = 48  # registers a thread needs besides its tiles: with 8 the compiler spilled 520 bytes, with 48 none to 60
@@ -60,12 +60,7 @@ OUTPUTS = {
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: pairwise exponents, in the dtype of g_cumsum."""
     p, BT, dtype = case.problem, case.BT, x.g_cumsum.dtype
-    q_tile, k_tile = (
-        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
-    )
-    if x.rstd is not None:
-        q_tile, k_tile = q_tile * x.rstd[:, :, 0, :, None], k_tile * x.rstd[:, :, 1, :, None]
-    step = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)[..., None]
+    q_tile, k_tile, step = split_operands(case, x)
     q_weight, k_weight = x.scale * x.dAqk.to(dtype).tril(-1), x.dL.to(dtype)
     diagonal = x.scale * x.dAqk.to(dtype).diagonal(dim1=-2, dim2=-1)[..., None]
     dq_row, k_row, dk_column = (torch.zeros_like(k_tile) for _ in range(3))
@@ -96,23 +91,15 @@ class BwdIntraConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide, every warp of a product has 16 x 8 results, registers and shared memory suffice."""
-        if case.problem.KP % self.BK:
-            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
-        if case.device.kind == "cpu":
-            known = self.threads == 128 and self.registers == 168
-            return None if known else "threads and registers have no meaning on the CPU target"
-        columns = self.columns(case)
-        if self.threads // 32 > (columns // 16) * (self.BK // 8):
-            return f"threads={self.threads} is more warps than a {columns} x {self.BK} product has 16 x 8 tiles"
+        BT, BK, columns, io = case.BT, self.BK, self.columns(case), io_bytes(case)
         if self.registers < 255 and self.blocks() == 1:
             return f"registers={self.registers} says nothing: {self.threads} threads a block leave each of them 255"
-        tiles = (8 * case.BT + columns) * self.BK // self.threads  # q, k, g, decays, four sums, two products
-        if tiles + ADDRESSES > self.registers:
-            return f"BK={self.BK} needs {tiles} registers a thread for tiles and {ADDRESSES} others of {self.registers}"
-        smem = self.smem_bytes(case)
-        if smem > case.device.smem_bytes:
-            return f"BK={self.BK} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
-        return None
+        # Weights of every s; scaled rows, products and the cumsum of BK channels; four factors a row
+        levels = BT.bit_length() - 1
+        smem = levels * BT * columns * io + (BT + columns) * (BK * io + (BK + PAD) * 4) + BT * BK * 4 + BT * 16
+        tiles = (8 * BT + columns) * BK // self.threads  # q, k, g, decays, four sums, two products
+        products = [(BT, BK, columns), (columns, BK, BT)] * levels
+        return find_misfit(case, self, *products, smem=smem, registers=tiles, room=self.registers - ADDRESSES)
 
     def blocks(self) -> int:
         """Thread blocks for which a processor has registers."""
@@ -123,14 +110,6 @@ class BwdIntraConfig(Config):
         """Even rows of an s, or what the matrix unit takes at least."""
         return max(case.BT // 2, 16)
 
-    def smem_bytes(self, case: Case) -> int:
-        """Weights of every s; scaled rows, products and the cumsum of BK channels; four factors a row."""
-        io, columns, levels = 4 if case.problem.dtype == "fp32" else 2, self.columns(case), case.BT.bit_length() - 1
-        rows = (case.BT + columns) * (self.BK * io + (self.BK + PAD) * 4) + case.BT * self.BK * 4
-        weights, odd, even = (case.BT, columns), (case.BT, self.BK), (columns, self.BK)
-        rests = rest_bytes(case, *[weights, even, weights, odd] * levels)
-        return levels * case.BT * columns * io + rows + rests + case.BT * 16
-
 
 def build(case: Case, config: BwdIntraConfig) -> Any:
     """The kernel: one thread block a (chunk, value head), BK channels in turn."""
@@ -138,15 +117,6 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
     HV, K, group, half, columns = p.HV, p.K, p.group, case.BT // 2, config.columns(case)
     levels = [1 << n for n in range(BT.bit_length() - 1)]
     tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
-
-    def odd_row(r, s):
-        """Row r of the odd blocks of s tokens, in the chunk."""
-        return r + (r // s + 1) * s
-
-    def even_row(r, s):
-        """Row r of the even blocks."""
-        return r + r // s * s
 
     def is_odd(i, s):
         return i // s % 2 == 1
@@ -159,7 +129,7 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
         """The first row of the odd block of i's pair of blocks."""
         return i // (2 * s) * (2 * s) + s
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS)
     def bwd_intra(
         q,
         k,
@@ -179,31 +149,20 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
         dG,
         scale,
     ):
-        with tile.kernel(NT * HV, threads=threads) as i_block:
+        with tile.kernel(chunk_tokens.shape[0] * HV, threads=threads) as i_block:
             if not tile.cpu:
                 T.annotate_min_blocks_per_sm(config.blocks())
-            i_t = i_block // HV
-            i_hv = i_block % HV
+            i_t, i_hv = i_block // HV, i_block % HV
             i_h = i_hv // group
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
-            q_factor = tile.shared((BT,), "float32")
-            k_factor = tile.shared((BT,), "float32")
-            b_factor = tile.shared((BT,), "float32")
-            diagonal = tile.shared((BT,), "float32")
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
+            q_factor, k_factor, b_factor, diagonal = tile.shareds(4, (BT,), "float32")
             weights = [tile.shared((BT, columns)) for _ in levels]
             g_shared = tile.shared((BT, BK), "float32")
             odd_rows = tile.shared((BT, BK))  # q above k
             even_rows = tile.shared((columns, BK))
             products = tile.shared((BT + columns, BK + PAD), "float32")  # of dAqk, of dL, of their columns
-            q_frag = tile.fragment((BT, BK))
-            k_frag = tile.fragment((BT, BK))
-            g_frag = tile.fragment((BT, BK))
-            decay = tile.fragment((BT, BK))
-            dq_row = tile.fragment((BT, BK))
-            k_row = tile.fragment((BT, BK))
-            dk_column = tile.fragment((BT, BK))
-            row_product = tile.fragment((BT, BK))
+            q_frag, k_frag, g_frag, decay = tile.fragments(4, (BT, BK))
+            dq_row, k_row, dk_column, row_product = tile.fragments(4, (BT, BK))
             column_product = tile.fragment((columns, BK))
             dG_frag = tile.fragment((BT, BK))
             kr_dot = tile.fragment((BT,))
@@ -218,12 +177,9 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
                 diagonal[i] = scale * dAqk[i_t, i_hv, i, i]
             for s, weight in zip(levels, weights, strict=True):
                 for r, c in tile.parallel(half, columns):
-                    of_q = T.if_then_else(
-                        (c < half) & (r // s == c // s), dAqk[i_t, i_hv, odd_row(r, s), even_row(c % half, s)], 0.0
-                    )
-                    of_k = T.if_then_else(
-                        (c < half) & (r // s == c // s), dL[i_t, i_hv, odd_row(r, s), even_row(c % half, s)], 0.0
-                    )
+                    at = i_t, i_hv, odd_row(r, s), even_row(c % half, s)
+                    of_q = T.if_then_else((c < half) & (r // s == c // s), dAqk[at], 0.0)
+                    of_k = T.if_then_else((c < half) & (r // s == c // s), dL[at], 0.0)
                     weight[r, c] = T.cast(scale * of_q, tile.io)
                     weight[half + r, c] = T.cast(of_k, tile.io)
             if columns > half:
@@ -309,14 +265,10 @@ def default(case: Case) -> BwdIntraConfig:
     )
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """q, k, cumsum, two BT x BT matrices and the parts so far in, their sums out; four triangular products."""
-    p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * (2 * p.KP + 2 * p.GP + 2 * BT + 1) * 4
-    written = chunks * BT * (2 * p.KP + p.GP + 1) * 4
-    return Cost(bytes=read + written, flops=4 * chunks * BT * BT * p.K)
+    p, chunks = case.problem, sizes["NT"] * case.problem.HV
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops=4 * chunks * case.BT**2 * p.K)
 
 
 # both operands of a product rounded to io: 2 * 2^-9 (bf16), 2 * 2^-11 (fp16)

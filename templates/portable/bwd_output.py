@@ -7,7 +7,6 @@ Rows past the end of a sequence are zero.
 Source: the chain rule on fwd_output, Kimi Linear, arXiv:2510.26692, section 3.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func, rest_bytes
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func
 
 INPUTS = {
     "do": "tokens HV V : io",
@@ -24,20 +24,14 @@ INPUTS = {
     "v_new": "NT HV BT VP : io",
     "chunk_tokens": "NT 2 : i32",
 }
-OUTPUTS = {
-    "dAqk": "NT HV BT BT : f32",
-    "dv_local": "NT HV BT VP : io",
-}
+OUTPUTS = {"dAqk": "NT HV BT BT : f32", "dv_local": "NT HV BT VP : io"}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of Aqk."""
     dtype = x.Aqk.dtype
     do_tile = split_chunks(x.do.to(dtype), x.chunk_tokens, case.BT, width=case.problem.VP)
-    return {
-        "dAqk": (do_tile @ x.v_new.to(dtype).transpose(-1, -2)).tril(),
-        "dv_local": x.Aqk.transpose(-1, -2) @ do_tile,
-    }
+    return {"dAqk": (do_tile @ x.v_new.to(dtype).mT).tril(), "dv_local": x.Aqk.mT @ do_tile}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,41 +43,24 @@ class BwdOutputConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """BV divides; every warp gets a 16 x 8 tile of both products; tiles fit shared memory and registers."""
-        p, BT = case.problem, case.BT
-        if p.VP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {p.VP}"
-        if case.device.kind == "cpu":
-            return "threads has no meaning on the CPU target" if self.threads != 128 else None
-        if self.threads // 32 > (BT // 16) * (min(BT, self.BV) // 8):
-            return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
-        io = 4 if p.dtype == "fp32" else 2
-        smem = BT * (BT + 2 * self.BV) * io
-        smem += rest_bytes(case, *[(BT, width) for width in (self.BV, self.BV, BT, self.BV)])
-        if smem > case.device.smem_bytes:
-            return f"BV={self.BV} needs {smem} bytes of shared memory of {case.device.smem_bytes}"
-        registers = BT * (BT + self.BV) // self.threads
-        if registers > 200:
-            return f"BV={self.BV} keeps {registers} registers of results a thread: use more threads or a smaller BV"
-        return None
+        BT, BV = case.BT, self.BV
+        smem = BT * (BT + 2 * BV) * io_bytes(case)
+        registers = BT * (BT + BV) // self.threads
+        return find_misfit(case, self, (BT, BT, BV), (BT, BV, BT), smem=smem, registers=registers)
 
 
 def build(case: Case, config: BwdOutputConfig) -> Any:
     """The kernel: one thread block a (chunk, value head), BV channels at a time."""
     p, BT, BV = case.problem, case.BT, config.BV
-    HV, V = p.HV, p.V
-    tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+    HV, V, tile = p.HV, p.V, Tile.of(case)
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS)
     def bwd_output(d_o, Aqk, v_new, chunk_tokens, dAqk, dv_local):
-        with tile.kernel(NT * HV, threads=config.threads) as i_block:
-            i_t = i_block // HV
-            i_h = i_block % HV
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
+        with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
+            i_t, i_h = i_block // HV, i_block % HV
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
-            do_shared = tile.shared((BT, BV))
-            v_shared = tile.shared((BT, BV))
+            do_shared, v_shared = tile.shareds(2, (BT, BV))
             dA_frag = tile.fragment((BT, BT))
             dv_frag = tile.fragment((BT, BV))
             T.copy(Aqk[i_t, i_h, :, :], A_shared)
@@ -110,14 +87,10 @@ def default(case: Case) -> BwdOutputConfig:
     return first_valid(case, *(BwdOutputConfig(BV=BV, threads=threads) for BV in (64, 32)))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """do, Aqk and v_new in, dAqk and dv_local out; two triangular products."""
-    p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    read = sizes["tokens"] * p.HV * p.V * io + chunks * BT * (BT + p.VP) * io
-    written = chunks * BT * (BT * 4 + p.VP * io)
-    return Cost(bytes=read + written, flops=2 * chunks * BT * BT * p.V)
+    p, chunks = case.problem, sizes["NT"] * case.problem.HV
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops=2 * chunks * case.BT**2 * p.V)
 
 
 # operands are given in io; only dv_local is rounded

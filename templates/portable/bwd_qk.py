@@ -7,7 +7,6 @@ Source: the chain rule on ``kda_tl.reference.l2norm``, whose epsilon lies inside
 else.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit
 from kda_tl.templates.common.tile import Tile, prim_func
 
 INPUTS = {
@@ -26,10 +26,7 @@ INPUTS = {
     "rstd": "NT HV 2 BT : f32 ? l2norm",
     "chunk_tokens": "NT 2 : i32",
 }
-OUTPUTS = {
-    "dq": "tokens H K : io",
-    "dk": "tokens H K : io",
-}
+OUTPUTS = {"dq": "tokens H K : io", "dk": "tokens H K : io"}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -57,14 +54,10 @@ class BwdQkConfig(Config):
         """Rows divide the chunk; every thread holds at least 4 channels, and not more than registers do."""
         if case.BT % self.rows:
             return f"rows={self.rows} does not divide BT={case.BT}"
-        if case.device.kind == "cpu":
-            return None if self.threads == 128 else "threads has no meaning on the CPU target"
-        elements = self.rows * case.problem.KP // self.threads
-        if elements < 4:
+        elements = self.rows * case.problem.KP // self.threads  # of a gradient, and as many of its query
+        if case.device.kind == "cuda" and elements < 4:
             return f"threads={self.threads} leaves a thread less than 16 bytes of {self.rows} x {case.problem.KP}"
-        if elements > 64:
-            return f"rows={self.rows} gives a thread {elements} elements of a gradient and of its query: use fewer rows"
-        return None
+        return find_misfit(case, self, registers=elements, room=64)
 
 
 def build(case: Case, config: BwdQkConfig) -> Any:
@@ -72,16 +65,13 @@ def build(case: Case, config: BwdQkConfig) -> Any:
     p, rows, KP = case.problem, config.rows, case.problem.KP
     H, K, group, RB = p.H, p.K, p.group, case.BT // config.rows
     tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     @T.macro
     def project(n, part, x, dx, rstd, i_t, i_h, r0, start, count):
         d = tile.fragment((rows, KP))
         if p.l2norm:
-            unit = tile.fragment((rows, KP))
-            product = tile.fragment((rows, KP))
-            factor = tile.fragment((rows,))
-            dot = tile.fragment((rows,))
+            unit, product = tile.fragments(2, (rows, KP))
+            factor, dot = tile.fragments(2, (rows,))
         for i, j in tile.parallel(rows, KP):
             d[i, j] = part[i_t, i_h * group, r0 + i, j]
         for m in T.serial(group - 1):
@@ -103,14 +93,11 @@ def build(case: Case, config: BwdQkConfig) -> Any:
             if (i < count) & (j < K):
                 dx[start + i, i_h, j] = T.cast(d[i, j], tile.io)
 
-    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens)
+    @prim_func(case, INPUTS | OUTPUTS)
     def bwd_qk(dq_part, dk_part, q, k, rstd, chunk_tokens, dq, dk):
-        with tile.kernel(NT * H * RB, threads=config.threads) as i_block:
-            i_t = i_block // (H * RB)
-            i_h = i_block // RB % H
-            r0 = i_block % RB * rows
-            start = chunk_tokens[i_t, 0] + r0
-            count = chunk_tokens[i_t, 1] - r0
+        with tile.kernel(chunk_tokens.shape[0] * H * RB, threads=config.threads) as i_block:
+            i_t, i_h, r0 = i_block // (H * RB), i_block // RB % H, i_block % RB * rows
+            start, count = chunk_tokens[i_t, 0] + r0, chunk_tokens[i_t, 1] - r0
             project(0, dq_part, q, dq, rstd, i_t, i_h, r0, start, count)
             project(1, dk_part, k, dk, rstd, i_t, i_h, r0, start, count)
 
@@ -122,12 +109,12 @@ def default(case: Case) -> BwdQkConfig:
     return first_valid(case, BwdQkConfig(threads=256 if case.device.kind != "cpu" and case.problem.KP > 128 else 128))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """Both partials in, q and k too where they are normalised; dq and dk out; a sum and a projection."""
     p = case.problem
-    io = 4 if p.dtype == "fp32" else 2
     parts, results = 2 * sizes["NT"] * p.HV * case.BT * p.KP, 2 * sizes["tokens"] * p.H * p.K
-    return Cost(bytes=parts * 4 + results * io * (1 + p.l2norm), flops=parts + 6 * results * p.l2norm)
+    read = INPUTS if p.l2norm else {"dq_part": INPUTS["dq_part"], "dk_part": INPUTS["dk_part"]}
+    return cost_of(case, sizes, read | OUTPUTS, flops=parts + 6 * results * p.l2norm)
 
 
 # fp32 sums of up to 256 products, sqrt(256) * 2^-24; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)

@@ -6,7 +6,6 @@ A stage of its own because sums across thread blocks would need atomics, whose o
 Source: the chain rule on fwd_gate, whose parameters every chunk shares.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,11 @@ import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit
 from kda_tl.templates.common.tile import Tile, prim_func
 
-INPUTS = {
-    "dA_log_part": "NT HV : f32 ? has_A_log",
-    "ddt_bias_part": "NT HV GP : f32 ? has_dt_bias",
-}
-OUTPUTS = {
-    "dA_log": "HV : f32 ? has_A_log",
-    "ddt_bias": "HV G : f32 ? has_dt_bias",
-}
+INPUTS = {"dA_log_part": "NT HV : f32 ? has_A_log", "ddt_bias_part": "NT HV GP : f32 ? has_dt_bias"}
+OUTPUTS = {"dA_log": "HV : f32 ? has_A_log", "ddt_bias": "HV G : f32 ? has_dt_bias"}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -48,34 +42,26 @@ class BwdReduceConfig(Config):
         """BK divides; every thread has an element to add and can hold its share; the partial sums fit shared memory."""
         if case.problem.scalar_gate and self.BK != 32:
             return "BK has no meaning for a scalar gate"
-        if not case.problem.scalar_gate and case.problem.KP % self.BK:
-            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
-        if case.device.kind == "cpu":
-            return "threads has no meaning on the CPU target" if self.threads != 128 else None
         if self.threads > self.rows * self.BK // 4:
             return f"threads={self.threads} leaves threads less than 4 of {self.rows} x {self.BK} sums"
-        if self.rows * self.BK // self.threads > 64:
-            return f"rows={self.rows}, BK={self.BK} keep more than 64 sums in registers a thread: use more threads"
-        smem = self.rows * (self.BK + 1) * 4
-        if smem > case.device.smem_bytes:
-            return f"rows={self.rows}, BK={self.BK} need {smem} bytes of shared memory of {case.device.smem_bytes}"
-        return None
+        registers, smem = self.rows * self.BK // self.threads, self.rows * (self.BK + 1) * 4
+        return find_misfit(case, self, smem=smem, registers=registers, room=64)
 
 
 def build(case: Case, config: BwdReduceConfig) -> Any:
     """The kernel: one thread block a (value head, BK channels); row r sums the chunks r, r + rows, ... in turn."""
     p, BK, rows = case.problem, config.BK, config.rows
-    HV, K = p.HV, p.K
+    HV, K, NT = p.HV, p.K, T.dynamic("NT")
     KB = p.KP // BK if p.has_dt_bias and not p.scalar_gate else 1
     tile = Tile.of(case)
-    NT = T.dynamic("NT")
 
-    def at(parts, i_t, i_h):
-        return parts[i_t, i_h] if len(parts.shape) == 2 else parts[i_t, i_h, 0]
+    def at(x, *index):
+        """Where a head's number is, in [NT, HV], [NT, HV, 1], [HV] or [HV, 1]."""
+        return index + (0,) * (len(x.shape) - len(index))
 
     @T.macro
     def sum_scalars(parts, sums, i_h, k0):
-        """A number a chunk and head, [NT, HV] or [NT, HV, 1]."""
+        """A number a chunk and head."""
         scalar_sums = tile.fragment((rows,))
         scalar_rows = tile.shared((rows,), "float32")
         scalar = tile.fragment((1,))
@@ -84,15 +70,12 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
         for i_r in T.serial(T.ceildiv(NT, rows)):
             for r in tile.parallel(rows):
                 inside = (i_r * rows + r < NT) & (k0 == 0)
-                scalar_sums[r] += T.if_then_else(inside, at(parts, i_r * rows + r, i_h), 0.0)
+                scalar_sums[r] += T.if_then_else(inside, parts[at(parts, i_r * rows + r, i_h)], 0.0)
         T.copy(scalar_sums, scalar_rows)
         for r in T.serial(rows):
             scalar[0] += scalar_rows[r]
         if k0 == 0:
-            if len(sums.shape) == 1:
-                sums[i_h] = scalar[0]
-            else:
-                sums[i_h, 0] = scalar[0]
+            sums[at(sums, i_h)] = scalar[0]
 
     @prim_func(case, INPUTS | OUTPUTS, NT=NT)
     def bwd_reduce(dA_log_part, ddt_bias_part, dA_log, ddt_bias):
@@ -129,11 +112,10 @@ def default(case: Case) -> BwdReduceConfig:
     return first_valid(case, BwdReduceConfig())
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """The parts in, one sum of each out."""
-    p = case.problem
-    parts = p.HV * (p.has_A_log + p.has_dt_bias * p.GP)
-    return Cost(bytes=4 * parts * (sizes["NT"] + 1), flops=parts * sizes["NT"])
+    sums = case.problem.HV * (case.problem.has_A_log + case.problem.has_dt_bias * case.problem.GP)
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops=sums * sizes["NT"])
 
 
 # fp32 sums: 10000 terms of random sign in 16 rows err by sqrt(10000 / 16 + 16) * 2^-24 = 2e-6

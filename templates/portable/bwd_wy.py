@@ -18,7 +18,6 @@ a scalar gate is the sum over the channels. L of tokens of several rows has no p
 Source: the chain rule on fwd_wy, fwd_state and fwd_output, Kimi Linear, arXiv:2510.26692, section 3.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +25,9 @@ import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
-from kda_tl.reference import activate_beta
-from kda_tl.templates.common.chunks import join_chunks, keep_seen, share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, rest_bytes, sees
+from kda_tl.templates.common.chunks import join_chunks, keep_seen, split_chunks, split_operands
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, sees
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -59,23 +58,17 @@ OUTPUTS = {
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
-    Akk, w, u, h, v_new, dv_new, dh = x.Akk, x.w, x.u, x.h, x.v_new, x.dv_new, x.dh
     p, BT, dtype = case.problem, case.BT, x.g_cumsum.dtype
-    q_tile, k_tile = (
-        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
-    )
-    if x.rstd is not None:
-        q_tile, k_tile = q_tile * x.rstd[:, :, 0, :, None], k_tile * x.rstd[:, :, 1, :, None]
+    q_tile, k_tile, step = split_operands(case, x)
     v_tile, do_tile = (split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.VP) for y in (x.v, x.do))
-    step = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)[..., None]
-    Akk, w, u, h, v_new, dv_new, dh = (y.to(dtype) for y in (Akk, w, u, h, v_new, dv_new, dh))
+    Akk, w, u, h, v_new, dv_new, dh = (y.to(dtype) for y in (x.Akk, x.w, x.u, x.h, x.v_new, x.dv_new, x.dh))
     decay, rest = torch.exp2(x.g_cumsum), torch.exp2(x.g_cumsum[:, :, -1:] - x.g_cumsum)
 
-    dq = x.scale * decay * (do_tile @ h.transpose(-1, -2))
-    dk_after = rest * (v_new @ dh.transpose(-1, -2))
-    dw = -dv_new @ h.transpose(-1, -2)
-    dkb, dvb = Akk.transpose(-1, -2) @ dw, Akk.transpose(-1, -2) @ dv_new
-    dL = -keep_seen(dkb @ w.transpose(-1, -2) + dvb @ u.transpose(-1, -2), p.rank)
+    dq = x.scale * decay * (do_tile @ h.mT)
+    dk_after = rest * (v_new @ dh.mT)
+    dw = -dv_new @ h.mT
+    dkb, dvb = Akk.mT @ dw, Akk.mT @ dv_new
+    dL = -keep_seen(dkb @ w.mT + dvb @ u.mT, p.rank)
 
     dk_before = step * decay * dkb
     d_last = (k_tile * dk_after).sum(2) + (torch.exp2(x.g_cumsum[:, :, -1])[..., None] * h * dh).sum(-1)
@@ -105,32 +98,12 @@ class BwdWyConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide; every warp gets a 16 x 8 tile of each product; accumulators and tiles fit."""
-        p, BT = case.problem, case.BT
-        if p.KP % self.BK:
-            return f"BK={self.BK} does not divide the padded head dimension {p.KP}"
-        if p.VP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {p.VP}"
-        if case.device.kind == "cpu":
-            return "threads has no meaning on the CPU target" if self.threads != 128 else None
-        if self.threads // 32 > (BT // 16) * (min(self.BK, self.BV, BT) // 8):
-            return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
-        registers = (BT * (BT + 4 * self.BK) + self.BK * self.BV) // self.threads
-        if registers > 200:
-            return f"BK={self.BK}, BV={self.BV} keep {registers} registers of sums a thread: use smaller tiles"
-        smem = self.smem_bytes(case)
-        if smem > case.device.smem_bytes:
-            return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
-        return None
-
-    def smem_bytes(self, case: Case) -> int:
-        """Akk; the operands of a step over V; the tiles of a step over K; row factors and partial sums."""
-        BT, BK, BV = case.BT, self.BK, self.BV
-        io = 4 if case.problem.dtype == "fp32" else 2
-        rests = rest_bytes(
-            case, *[(BT, width) for width in (BT, BV, BV, BV, BV, BV, BV, BT, BK, BK, BK)], *[(BK, BV)] * 3
-        )
-        tiles = BT * BT * io + (3 * BT + 2 * BK) * BV * io + BT * BK * (4 * io + 8)
-        return tiles + rests + 12 * BT + 4 * BK + 1024
+        BT, BK, BV, io = case.BT, self.BK, self.BV, io_bytes(case)
+        # Akk; the operands of a step over V; the tiles of a step over K; row factors and partial sums
+        smem = BT * BT * io + (3 * BT + 2 * BK) * BV * io + BT * BK * (4 * io + 8) + 12 * BT + 4 * BK + 1024
+        products = (BT, BV, BT), (BT, BT, BV), *[(BT, BK, BV)] * 3, (BT, BK, BT), (BT, BT, BK)
+        registers = (BT * (BT + 4 * BK) + BK * BV) // self.threads
+        return find_misfit(case, self, *products, smem=smem, registers=registers)
 
 
 def build(case: Case, config: BwdWyConfig) -> Any:
@@ -138,9 +111,8 @@ def build(case: Case, config: BwdWyConfig) -> Any:
     p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
     HV, K, V, group = p.HV, p.K, p.V, p.group
     tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS)
     def bwd_wy(
         q,
         k,
@@ -165,36 +137,26 @@ def build(case: Case, config: BwdWyConfig) -> Any:
         dL,
         scale,
     ):
-        with tile.kernel(NT * HV, threads=config.threads) as i_block:
-            i_t = i_block // HV
-            i_hv = i_block % HV
+        with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
+            i_t, i_hv = i_block // HV, i_block % HV
             i_h = i_hv // group
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
-            q_factor = tile.shared((BT,), "float32")
-            k_factor = tile.shared((BT,), "float32")
-            b_factor = tile.shared((BT,), "float32")
+            q_factor, k_factor, b_factor = tile.shareds(3, (BT,), "float32")
             L_frag = tile.fragment((BT, BT))
             b_frag = tile.fragment((BT,))
             T.copy(Akk[i_t, i_hv, :, :], A_shared)
             for i in tile.parallel(BT):
                 b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
-                if p.l2norm:
-                    q_factor[i] = rstd[i_t, i_hv, 0, i]
-                    k_factor[i] = rstd[i_t, i_hv, 1, i]
-                else:
-                    q_factor[i] = 1.0
-                    k_factor[i] = 1.0
+                q_factor[i] = rstd[i_t, i_hv, 0, i] if p.l2norm else 1.0
+                k_factor[i] = rstd[i_t, i_hv, 1, i] if p.l2norm else 1.0
             T.clear(L_frag)
             T.clear(b_frag)
             if p.scalar_gate:
                 G_frag = tile.fragment((BT,))
                 T.clear(G_frag)
 
-            value = tile.shared((BT, BV))
-            u_shared = tile.shared((BT, BV))
-            dvb_shared = tile.shared((BT, BV))
+            value, u_shared, dvb_shared = tile.shareds(3, (BT, BV))
             dvb = tile.fragment((BT, BV))
             for i_v in T.serial(p.VP // BV):
                 T.copy(dv_new[i_t, i_hv, :, i_v * BV : (i_v + 1) * BV], dvb_shared)
@@ -215,25 +177,15 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                     if (i < count) & (i_v * BV + j < V):
                         dv[start + i, i_hv, i_v * BV + j] = value[i, j]
 
-            do_shared = tile.shared((BT, BV))
-            v_shared = tile.shared((BT, BV))
-            dv_shared = tile.shared((BT, BV))
-            h_shared = tile.shared((BK, BV))
-            dh_shared = tile.shared((BK, BV))
+            do_shared, v_shared, dv_shared = tile.shareds(3, (BT, BV))
+            h_shared, dh_shared = tile.shareds(2, (BK, BV))
             g_shared = tile.shared((BT, BK), "float32")
-            q_shared = tile.shared((BT, BK))
-            k_shared = tile.shared((BT, BK))
-            w_shared = tile.shared((BT, BK))
-            dw_shared = tile.shared((BT, BK))
+            q_shared, k_shared, w_shared, dw_shared = tile.shareds(4, (BT, BK))
             kdk_shared = tile.shared((BT, BK), "float32")
             last = tile.shared((BK,), "float32")
-            dq_frag = tile.fragment((BT, BK))
-            dk_frag = tile.fragment((BT, BK))
-            dw_frag = tile.fragment((BT, BK))
-            dkb_frag = tile.fragment((BT, BK))
+            dq_frag, dk_frag, dw_frag, dkb_frag = tile.fragments(4, (BT, BK))
             states = tile.fragment((BK, BV))
-            row_frag = tile.fragment((BK,))
-            column_frag = tile.fragment((BK,))
+            row_frag, column_frag = tile.fragments(2, (BK,))
             for i_k in T.serial(p.KP // BK):
                 T.clear(dq_frag)
                 T.clear(dk_frag)
@@ -316,16 +268,11 @@ def default(case: Case) -> BwdWyConfig:
     return first_valid(case, *(BwdWyConfig(BK=32, BV=BV, threads=threads) for BV in (64, 32)))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """What the forward used, both states and do in; six gradients out; three products with states, four triangular."""
     p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    read = 2 * sizes["tokens"] * (p.H * p.K + p.HV * p.V) * io
-    read += chunks * (BT * (p.GP * 4 + (BT + p.KP + 3 * p.VP) * io) + 2 * p.KP * p.VP * io)
-    written = sizes["tokens"] * p.HV * p.V * io + chunks * BT * (2 * p.KP + p.GP + BT + 1) * 4
-    flops = chunks * (6 * BT * p.K * p.V + 2 * BT * BT * (p.K + p.V))
-    return Cost(bytes=read + written, flops=flops)
+    flops = sizes["NT"] * p.HV * (6 * BT * p.K * p.V + 2 * BT * BT * (p.K + p.V))
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops)
 
 
 # dw rounded to io before the product that makes dkb, dkb and dvb before those that make dL: 2^-9 each (bf16), 2^-11

@@ -8,16 +8,17 @@ them: g is read in the first only, and the others add 0 to the sum, whatever the
 Source: Kimi Linear, arXiv:2510.26692, section 3; gates as in FLA v0.6.0 ``fla/ops/kda/gate.py``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 import torch
 
+from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, split_chunks
+from kda_tl.templates.common.limits import Sizes, cost_of
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
 
 INPUTS = {
@@ -56,6 +57,17 @@ class FwdGateConfig(Config):
         return None
 
 
+def at_gate(problem: Problem, i_h: Any, lane: Any) -> tuple[Any, Any]:
+    """Head and channel of a lane: lanes are the channels of head i_h, or, of a scalar gate, the heads."""
+    return (lane, 0) if problem.scalar_gate else (i_h, lane)
+
+
+def at_cumsum(problem: Problem, i_t: Any, i_h: Any, i: Any, lane: Any) -> tuple[Any, Any, Any, Any]:
+    """Where the cumsum of row i of a chunk and of a lane is, or its gradient."""
+    head, channel = at_gate(problem, i_h, lane)
+    return i_t, head, i, channel
+
+
 def build(case: Case, config: FwdGateConfig) -> Any:
     """The kernel: one thread block a (chunk, head, BK channels); each thread walks down its own channels.
 
@@ -63,23 +75,13 @@ def build(case: Case, config: FwdGateConfig) -> Any:
     """
     p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
     lanes, heads = (p.HV, 1) if p.scalar_gate else (p.K, p.HV)
-    blocks = -(-lanes // BK)
-    tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
-
-    def head(i_h, lane):
-        return lane if p.scalar_gate else i_h
-
-    def channel(lane):
-        return 0 if p.scalar_gate else lane
+    blocks, tile = -(-lanes // BK), Tile.of(case)
 
     def stored(lane):
         return lane < lanes if p.scalar_gate else True  # channels are padded, heads are not
 
-    def own(rate, j):
-        return rate[j if p.scalar_gate else 0]
-
-    def log2_decay(x, rate, bias, lower_bound):
+    def log2_decay(raw, rate, bias, lower_bound):
+        x = T.cast(raw, "float32")
         if p.gate == "log":
             return x * RCP_LN2
         if p.gate == "safe":
@@ -87,17 +89,13 @@ def build(case: Case, config: FwdGateConfig) -> Any:
         z = x + bias  # softplus(z) = max(z, 0) + log1p(exp(-|z|)): exact where exp(z) would overflow or vanish
         return -RCP_LN2 * rate * (T.max(z, 0.0) + T.log1p(T.exp(T.min(z, -z))))
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS)
     def fwd_gate(g, A_log, dt_bias, chunk_tokens, g_cumsum, lower_bound):
-        with tile.kernel(NT * heads * blocks, threads=config.threads) as i_block:
-            i_t = i_block // (heads * blocks)
-            i_h = i_block // blocks % heads
-            k0 = i_block % blocks * BK
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
+        with tile.kernel(chunk_tokens.shape[0] * heads * blocks, threads=config.threads) as i_block:
+            i_t, i_h, k0 = i_block // (heads * blocks), i_block // blocks % heads, i_block % blocks * BK
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             raw = tile.fragment((unroll, BK), g.dtype)
-            total = tile.fragment((BK,))
-            bias = tile.fragment((BK,))
+            total, bias = tile.fragments(2, (BK,))
             rate = tile.fragment((BK if p.scalar_gate else 1,))
             T.clear(total)
             if p.gate != "log":
@@ -111,21 +109,21 @@ def build(case: Case, config: FwdGateConfig) -> Any:
                     rate[0] = T.exp(A_log[i_h])
             if p.has_dt_bias:
                 for j in tile.parallel(BK):
-                    bias[j] = T.if_then_else(k0 + j < lanes, dt_bias[head(i_h, k0 + j), channel(k0 + j)], 0.0)
+                    bias[j] = T.if_then_else(k0 + j < lanes, dt_bias[at_gate(p, i_h, k0 + j)], 0.0)
             for i_outer in T.serial(BT // unroll):
                 for i_inner in T.unroll(unroll):  # all loads of a group are issued before the first is used
                     for j in tile.parallel(BK):
                         i = i_outer * unroll + i_inner
                         inside = has_gate(p, i, count) and k0 + j < lanes
-                        raw[i_inner, j] = T.if_then_else(inside, g[start + i, head(i_h, k0 + j), channel(k0 + j)], 0)
+                        raw[i_inner, j] = T.if_then_else(inside, g[(start + i, *at_gate(p, i_h, k0 + j))], 0)
                 for i_inner in T.unroll(unroll):
                     for j in tile.parallel(BK):
                         i = i_outer * unroll + i_inner
-                        exact = log2_decay(T.cast(raw[i_inner, j], "float32"), own(rate, j), bias[j], lower_bound)
+                        exact = log2_decay(raw[i_inner, j], rate[j if p.scalar_gate else 0], bias[j], lower_bound)
                         step = T.if_then_else(exact < FORGOTTEN, FORGOTTEN, exact)
                         total[j] = total[j] + T.if_then_else(has_gate(p, i, count) and k0 + j < lanes, step, 0.0)
                         if stored(k0 + j):
-                            g_cumsum[i_t, head(i_h, k0 + j), i, channel(k0 + j)] = total[j]
+                            g_cumsum[at_cumsum(p, i_t, i_h, i, k0 + j)] = total[j]
 
     return fwd_gate
 
@@ -137,13 +135,11 @@ def default(case: Case) -> FwdGateConfig:
     return first_valid(case, FwdGateConfig(BK=64), FwdGateConfig(BK=32))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """g once in, its fp32 cumsum once out; a few operations an element."""
-    p = case.problem
-    width = 4 if p.g_dtype == "fp32" else 2
-    gates = sizes["tokens"] // p.rank * p.HV * p.G
-    written = sizes["NT"] * p.HV * case.BT * p.GP * 4
-    return Cost(bytes=gates * width + written, flops=8 * gates)
+    tokens = sizes["tokens"] // case.problem.rank  # each has one gate, in the first of its rows
+    flops = 8 * tokens * case.problem.HV * case.problem.G
+    return cost_of(case, {**sizes, "tokens": tokens}, INPUTS | OUTPUTS, flops)
 
 
 # fp32 scan of up to 64 terms: 64 * 2^-24 bounds the relative error; fast exp2/log1p are 2 ulp each

@@ -21,7 +21,6 @@ level s < r adds to it. Aqk stays as it is: a token's query stands in its last r
 Source: Kimi Linear, arXiv:2510.26692, section 3; the halving and the levelled inverse are derived above.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,9 @@ import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
-from kda_tl.reference import activate_beta
-from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, beta_factor, prim_func, rest_bytes, sees
+from kda_tl.templates.common.chunks import split_operands
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, beta_factor, prim_func, sees
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -50,11 +49,7 @@ OUTPUTS = {
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: pairwise exponents, a dense triangular solve, all in the dtype of g_cumsum."""
     p, BT = case.problem, case.BT
-    dtype = x.g_cumsum.dtype
-    q_tile, k_tile = (
-        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
-    )
-    beta_tile = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)
+    q_tile, k_tile, step = split_operands(case, x)
     q_rstd, k_rstd = (torch.rsqrt(y.square().sum(-1) + L2NORM_EPS) for y in (q_tile, k_tile))
     if p.l2norm:
         q_tile, k_tile = q_tile * q_rstd[..., None], k_tile * k_rstd[..., None]
@@ -64,13 +59,10 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
         key = k_tile[:, :, j : j + 1] * decay
         Aqk[:, :, j:, j] = x.scale * (q_tile[:, :, j:] * key).sum(-1)
         after = (j // p.rank + 1) * p.rank  # the next token
-        L[:, :, after:, j] = beta_tile[:, :, after:] * (k_tile[:, :, after:] * key[:, :, after - j :]).sum(-1)
-    eye = torch.eye(BT, dtype=dtype, device=x.q.device)
+        L[:, :, after:, j] = step[:, :, after:, 0] * (k_tile[:, :, after:] * key[:, :, after - j :]).sum(-1)
+    eye = torch.eye(BT, dtype=L.dtype, device=L.device)
     Akk = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False, unitriangular=True)
-    outputs = {"Aqk": Aqk, "Akk": Akk}
-    if p.l2norm:
-        outputs["rstd"] = torch.stack([q_rstd, k_rstd], dim=2)
-    return outputs
+    return {"Aqk": Aqk, "Akk": Akk} | ({"rstd": torch.stack([q_rstd, k_rstd], dim=2)} if p.l2norm else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +75,26 @@ class FwdIntraConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide, exponents fit, every warp of a product has 16 x 8 results, shared memory suffices."""
-        if self.diagonal == "anchored" and not case.problem.bounded_gate:
-            return f"the {case.problem.gate} gate is unbounded: anchored sub-chunks would overflow"
-        if self.diagonal == "anchored" and case.problem.dtype == "fp16":
+        p, BT, BK, io = case.problem, case.BT, self.BK, io_bytes(case)
+        anchored = self.diagonal == "anchored"
+        if anchored and not p.bounded_gate:
+            return f"the {p.gate} gate is unbounded: anchored sub-chunks would overflow"
+        if anchored and p.dtype == "fp16":
             return "fp16 cannot hold the factors of anchored sub-chunks"
-        if case.problem.KP % self.BK:
-            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
-        if case.device.kind == "cpu":
-            return None if self.threads == 128 else "threads has no meaning on the CPU target"
-        tiles = (case.BT // 16) * (case.BT // 16)
-        if self.threads // 32 > tiles:
-            return f"threads={self.threads} is more warps than a {case.BT} x {case.BT // 2} product has 16 x 8 tiles"
-        smem = self.smem_bytes(case)
-        if smem > case.device.smem_bytes:
-            return f"BK={self.BK} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
-        return None
+        # q, k, their scaled halves, the cumsum; then the two results, which outlive them
+        smem = BT * BK * (2 * io + 3 * io // 2 + anchored * io + 4) + BT * BT * (2 * io + 8)
+        product = BT, BT // 2, BK if p.KP > BK else 0  # in a single step rests share the place of what is counted
+        return find_misfit(case, self, *[product] * (BT.bit_length() - 1), smem=smem)
 
-    def smem_bytes(self, case: Case) -> int:
-        """q, k, their scaled halves, the cumsum; then the two results, which outlive them."""
-        io = 4 if case.problem.dtype == "fp32" else 2
-        anchored = io if self.diagonal == "anchored" else 0
-        tiles = case.BT * self.BK * (2 * io + 3 * io // 2 + anchored + 4) + case.BT * case.BT * (2 * io + 8)
-        steps = case.BT.bit_length() - 1 if case.problem.KP > self.BK else 0  # in a single step rests share their place
-        return tiles + rest_bytes(case, *[(case.BT, self.BK), (case.BT // 2, self.BK)] * steps)
+
+def odd_row(r: Any, s: int) -> Any:
+    """Row r of the odd blocks of s tokens, in the chunk, where pairs are taken by halving."""
+    return r + (r // s + 1) * s
+
+
+def even_row(r: Any, s: int) -> Any:
+    """Row r of the even blocks."""
+    return r + r // s * s
 
 
 def build(case: Case, config: FwdIntraConfig) -> Any:
@@ -116,43 +105,28 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
     merges = [BC << n for n in range((BT // BC).bit_length() - 1)]
     levels = merges if anchored else [1 << n for n in range(BT.bit_length() - 1)]
     tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    def odd_row(r, s):
-        """Row r of the odd blocks of s tokens, in the chunk."""
-        return r + (r // s + 1) * s
-
-    def even_row(r, s):
-        """Row r of the even blocks."""
-        return r + r // s * s
-
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS)
     def fwd_intra(q, k, g_cumsum, beta, chunk_tokens, Aqk, Akk, rstd, scale):
-        with tile.kernel(NT * HV, threads=threads) as i_block:
-            i_t = i_block // HV
-            i_hv = i_block % HV
+        with tile.kernel(chunk_tokens.shape[0] * HV, threads=threads) as i_block:
+            i_t, i_hv = i_block // HV, i_block % HV
             i_h = i_hv // group
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
-            q_shared = tile.shared((BT, BK))
-            k_shared = tile.shared((BT, BK))
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
+            q_shared, k_shared = tile.shareds(2, (BT, BK))
             g_shared = tile.shared((BT, BK), "float32")
             odd_rows = tile.shared((BT, BK))  # q above k
             even_rows = tile.shared((half, BK))
-            q_frag = tile.fragment((BT, BK), tile.io)
-            k_frag = tile.fragment((BT, BK), tile.io)
+            q_frag, k_frag = tile.fragments(2, (BT, BK), tile.io)
             product = tile.fragment((BT, BK))
             qk_dot = tile.fragment((BT,))
             if p.l2norm:
-                qq_dot = tile.fragment((BT,))
-                kk_dot = tile.fragment((BT,))
+                qq_dot, kk_dot = tile.fragments(2, (BT,))
                 T.clear(qq_dot)
                 T.clear(kk_dot)
             pairs = [tile.fragment((BT, half)) for _ in levels]
             if anchored:
                 anchored_keys = tile.shared((BT, BK))
-                q_pairs = tile.fragment((BT, BT))
-                k_pairs = tile.fragment((BT, BT))
+                q_pairs, k_pairs = tile.fragments(2, (BT, BT))
                 T.clear(q_pairs)
                 T.clear(k_pairs)
             T.clear(qk_dot)
@@ -195,11 +169,8 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                         even_rows[r, j] = T.cast(T.cast(k_shared[even_row(r, s), j], "float32") * growth, tile.io)
                     tile.gemm(odd_rows, even_rows, pair, transpose_B=True)
 
-            q_factor = tile.shared((BT,), "float32")
-            k_factor = tile.shared((BT,), "float32")
-            b_factor = tile.shared((BT,), "float32")
-            A_shared = tile.shared((BT, BT), "float32")
-            lower = tile.shared((BT, BT), "float32")
+            q_factor, k_factor, b_factor = tile.shareds(3, (BT,), "float32")
+            A_shared, lower = tile.shareds(2, (BT, BT), "float32")
             for i in tile.parallel(BT):
                 b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
             for i in tile.parallel(BT):
@@ -225,17 +196,13 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
             for s, pair in zip(levels, pairs, strict=True):
                 for r, c in tile.parallel(BT, half):
                     if (r < half) & (r % half // s == c // s):
-                        A_shared[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
-                            scale * q_factor[odd_row(r % half, s)] * k_factor[even_row(c, s)]
-                        )
+                        at = odd_row(r % half, s), even_row(c, s)
+                        A_shared[at] = pair[r, c] * (scale * q_factor[at[0]] * k_factor[at[1]])
                 if s >= p.rank:
                     for r, c in tile.parallel(BT, half):
                         if (r >= half) & (r % half // s == c // s):
-                            lower[odd_row(r % half, s), even_row(c, s)] = pair[r, c] * (
-                                b_factor[odd_row(r % half, s)]
-                                * k_factor[odd_row(r % half, s)]
-                                * k_factor[even_row(c, s)]
-                            )
+                            at = odd_row(r % half, s), even_row(c, s)
+                            lower[at] = pair[r, c] * (b_factor[at[0]] * k_factor[at[0]] * k_factor[at[1]])
             for i, j in tile.parallel(BT, BT):
                 Aqk[i_t, i_hv, i, j] = T.cast(A_shared[i, j], tile.io)
 
@@ -275,14 +242,11 @@ def default(case: Case) -> FwdIntraConfig:
     return first_valid(case, *(FwdIntraConfig(BK=BK, threads=threads) for BK in (128, 64, 32)))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """q, k and the cumsum in, two BT x BT matrices out; two products over K and an inverse of BT^3 / 3."""
     p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    read = 2 * sizes["tokens"] * p.H * p.K * io + chunks * BT * p.GP * 4
-    written = 2 * chunks * BT * BT * io
-    return Cost(bytes=read + written, flops=chunks * (2 * BT * BT * p.K + 2 * BT**3 // 3))
+    flops = sizes["NT"] * p.HV * (2 * BT * BT * p.K + 2 * BT**3 // 3)
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops)
 
 
 # operands and results rounded to io once each: 2^-9 (bf16), 2^-11 (fp16)

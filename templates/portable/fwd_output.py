@@ -5,7 +5,6 @@
 Source: Kimi Linear, arXiv:2510.26692, section 3 (as FLA v0.6.0 ``fla/ops/gla/chunk.py``).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func, rest_bytes
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func
 
 INPUTS = {
     "qg": "NT HV BT KP : io",
@@ -44,29 +44,13 @@ class FwdOutputConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide; every warp gets a 16 x 8 tile; the pipelined tiles fit shared memory."""
-        p = case.problem
-        if p.KP % self.BK:
-            return f"BK={self.BK} does not divide the padded head dimension {p.KP}"
-        if p.VP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {p.VP}"
-        if case.device.kind == "cpu":
-            if self.threads != 128 or self.num_stages != 1:
-                return "threads and num_stages have no meaning on the CPU target"
-            return None
-        if self.threads // 32 > (case.BT // 16) * (self.BV // 8):
-            return f"threads={self.threads} is more warps than a {case.BT} x {self.BV} product has 16 x 8 tiles"
+        BT, BK, BV, steps = case.BT, self.BK, self.BV, case.problem.KP // self.BK
         if self.num_stages and self.threads > 128:
             return "two warpgroups may race on operands outside the pipeline (suspected, tilelang 0.1.15)"
-        if self.num_stages > p.KP // self.BK:
-            return f"num_stages={self.num_stages} exceeds the {p.KP // self.BK} steps over K"
-        io = 4 if p.dtype == "fp32" else 2
-        stage = (case.BT + self.BV) * self.BK * io
-        smem = max(self.num_stages, 1) * stage + case.BT * (case.BT + 2 * self.BV) * io
-        step = (case.BT, self.BK), (self.BK, self.BV)
-        smem += rest_bytes(case, *step, (case.BT, case.BT), (case.BT, self.BV))
-        if smem > case.device.smem_bytes:
-            return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
-        return None
+        if self.num_stages > max(steps, 1):
+            return f"num_stages={self.num_stages} exceeds the {steps} steps over K"
+        smem = (max(self.num_stages, 1) * (BT + BV) * BK + BT * (BT + 2 * BV)) * io_bytes(case)
+        return find_misfit(case, self, (BT, BV, BK), (BT, BV, BT), smem=smem)
 
 
 def build(case: Case, config: FwdOutputConfig) -> Any:
@@ -74,16 +58,12 @@ def build(case: Case, config: FwdOutputConfig) -> Any:
     p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
     HV, V, VB = p.HV, p.V, p.VP // config.BV
     tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @prim_func(case, INPUTS | OUTPUTS, NT=NT, tokens=tokens)
+    @prim_func(case, INPUTS | OUTPUTS)
     def fwd_output(qg, h, Aqk, v_new, chunk_tokens, o):
-        with tile.kernel(NT * HV * VB, threads=config.threads) as i_block:
-            i_t = i_block // (HV * VB)
-            i_h = i_block // VB % HV
-            v0 = i_block % VB * BV
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
+        with tile.kernel(chunk_tokens.shape[0] * HV * VB, threads=config.threads) as i_block:
+            i_t, i_h, v0 = i_block // (HV * VB), i_block // VB % HV, i_block % VB * BV
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_shared = tile.shared((BT, BK))
             h_shared = tile.shared((BK, BV))
             A_shared = tile.shared((BT, BT))
@@ -112,14 +92,10 @@ def default(case: Case) -> FwdOutputConfig:
     return first_valid(case, *(FwdOutputConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """qg, h, Aqk and v_new in, o out; two products."""
-    p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    read = chunks * io * (BT * p.KP + p.KP * p.VP + BT * BT + BT * p.VP)
-    written = sizes["tokens"] * p.HV * p.V * io
-    return Cost(bytes=read + written, flops=chunks * 2 * BT * p.V * (p.K + BT // 2))
+    p, chunks = case.problem, sizes["NT"] * case.problem.HV
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops=2 * chunks * case.BT * p.V * (p.K + case.BT // 2))
 
 
 # operands are given in io; only the result is rounded

@@ -7,7 +7,6 @@ Rows past the end of a sequence are zero in all four, so later stages work on wh
 Source: Kimi Linear, arXiv:2510.26692, section 3 (as FLA v0.6.0 ``fla/ops/kda/wy_fast.py``).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,9 @@ import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
-from kda_tl.reference import activate_beta
-from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, rest_bytes
+from kda_tl.templates.common.chunks import split_chunks, split_operands
+from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
+from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func
 
 INPUTS = {
     "q": "tokens H K : io",
@@ -29,26 +28,14 @@ INPUTS = {
     "rstd": "NT HV 2 BT : f32 ? l2norm",
     "chunk_tokens": "NT 2 : i32",
 }
-OUTPUTS = {
-    "w": "NT HV BT KP : io",
-    "u": "NT HV BT VP : io",
-    "kg": "NT HV BT KP : io",
-    "qg": "NT HV BT KP : io",
-}
+OUTPUTS = {"w": "NT HV BT KP : io", "u": "NT HV BT VP : io", "kg": "NT HV BT KP : io", "qg": "NT HV BT KP : io"}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of g_cumsum."""
-    p, BT, dtype = case.problem, case.BT, x.g_cumsum.dtype
-    q_tile, k_tile = (
-        share_heads(split_chunks(y.to(dtype), x.chunk_tokens, BT, width=p.KP), p.group) for y in (x.q, x.k)
-    )
-    if x.rstd is not None:
-        q_tile, k_tile = q_tile * x.rstd[:, :, 0, :, None], k_tile * x.rstd[:, :, 1, :, None]
-    v_tile = split_chunks(x.v.to(dtype), x.chunk_tokens, BT, width=p.VP)
-    step = split_chunks(activate_beta(x.beta.to(dtype), p.beta), x.chunk_tokens, BT)[..., None]
-    decay = torch.exp2(x.g_cumsum)
-    A = x.Akk.to(dtype)
+    q_tile, k_tile, step = split_operands(case, x)
+    v_tile = split_chunks(x.v.to(step.dtype), x.chunk_tokens, case.BT, width=case.problem.VP)
+    A, decay = x.Akk.to(step.dtype), torch.exp2(x.g_cumsum)
     return {
         "w": A @ (step * k_tile * decay),
         "u": A @ (step * v_tile),
@@ -67,20 +54,9 @@ class FwdWyConfig(Config):
 
     def reject(self, case: Case) -> str | None:
         """Tiles divide the padded dimensions; every warp gets at least one 16 x 8 tile."""
-        if case.problem.KP % self.BK:
-            return f"BK={self.BK} does not divide the padded head dimension {case.problem.KP}"
-        if case.problem.VP % self.BV:
-            return f"BV={self.BV} does not divide the padded head dimension {case.problem.VP}"
-        if case.device.kind == "cpu":
-            return "threads has no meaning on the CPU target" if self.threads != 128 else None
-        if self.threads // 32 > (case.BT // 16) * (min(self.BK, self.BV) // 8):
-            return f"threads={self.threads} is more warps than the products have 16 x 8 tiles"
-        io = 4 if case.problem.dtype == "fp32" else 2
-        smem = case.BT * io * (case.BT + 4 * self.BK + 2 * self.BV) + case.BT * self.BK * 4
-        smem += rest_bytes(case, *[(case.BT, width) for width in (case.BT, self.BV, case.BT, self.BK)])
-        if smem > case.device.smem_bytes:
-            return f"BK={self.BK}, BV={self.BV} need {smem} bytes of shared memory of {case.device.smem_bytes}"
-        return None
+        BT, io = case.BT, io_bytes(case)
+        smem = BT * io * (BT + 4 * self.BK + 2 * self.BV) + BT * self.BK * 4
+        return find_misfit(case, self, (BT, self.BV, BT), (BT, self.BK, BT), smem=smem)
 
 
 def build(case: Case, config: FwdWyConfig) -> Any:
@@ -88,34 +64,25 @@ def build(case: Case, config: FwdWyConfig) -> Any:
     p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
     HV, K, V, group = p.HV, p.K, p.V, p.group
     tile = Tile.of(case)
-    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS)
     def fwd_wy(q, k, v, g_cumsum, beta, Akk, rstd, chunk_tokens, w, u, kg, qg, scale):
-        with tile.kernel(NT * HV, threads=config.threads) as i_block:
-            i_t = i_block // HV
-            i_hv = i_block % HV
+        with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
+            i_t, i_hv = i_block // HV, i_block % HV
             i_h = i_hv // group
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
+            start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
             v_shared = tile.shared((BT, BV))
             k_shared = tile.shared((BT, BK))
             g_shared = tile.shared((BT, BK), "float32")
-            q_factor = tile.shared((BT,), "float32")
-            k_factor = tile.shared((BT,), "float32")
-            b_factor = tile.shared((BT,), "float32")
+            q_factor, k_factor, b_factor = tile.shareds(3, (BT,), "float32")
             u_frag = tile.fragment((BT, BV))
             w_frag = tile.fragment((BT, BK))
             T.copy(Akk[i_t, i_hv, :, :], A_shared)
             for i in tile.parallel(BT):
                 b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
-                if p.l2norm:
-                    q_factor[i] = scale * rstd[i_t, i_hv, 0, i]
-                    k_factor[i] = rstd[i_t, i_hv, 1, i]
-                else:
-                    q_factor[i] = scale
-                    k_factor[i] = 1.0
+                q_factor[i] = scale * rstd[i_t, i_hv, 0, i] if p.l2norm else scale
+                k_factor[i] = rstd[i_t, i_hv, 1, i] if p.l2norm else 1.0
 
             for i_v in T.serial(p.VP // BV):
                 for i, j in tile.parallel(BT, BV):
@@ -150,14 +117,10 @@ def default(case: Case) -> FwdWyConfig:
     return first_valid(case, *(FwdWyConfig(BK=BK, BV=BV, threads=threads) for BK in (64, 32) for BV in (64, 32)))
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def cost(case: Case, sizes: Sizes) -> Cost:
     """q, k, v, cumsum and Akk in; w, u, kg, qg out; two triangular products."""
     p, BT = case.problem, case.BT
-    io = 4 if p.dtype == "fp32" else 2
-    chunks = sizes["NT"] * p.HV
-    read = sizes["tokens"] * (2 * p.H * p.K + p.HV * p.V) * io + chunks * BT * (p.GP * 4 + BT * io)
-    written = chunks * BT * (3 * p.KP + p.VP) * io
-    return Cost(bytes=read + written, flops=chunks * BT * BT * (p.K + p.V))
+    return cost_of(case, sizes, INPUTS | OUTPUTS, flops=sizes["NT"] * p.HV * BT * BT * (p.K + p.V))
 
 
 # one operand and the result rounded to io: 2^-9 each (bf16), 2^-11 (fp16)
