@@ -91,9 +91,12 @@ def no_user_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Workers are forked by a process that has torch and tilelang loaded."""
+    """Workers are forked by a process that has torch and tilelang loaded; not on a GPU, whose libraries start threads."""
+    import torch
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kda_tl.tune.isolate.subprocess", FakeSubprocess)
+        if not torch.cuda.is_available():
+            patch.setattr("kda_tl.tune.isolate.subprocess", FakeSubprocess)
         yield
 
 
