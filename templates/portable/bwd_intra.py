@@ -194,10 +194,7 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
                     k_raw = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
                     q_frag[i, j] = T.cast(q_raw, "float32") * q_factor[i]
                     k_frag[i, j] = T.cast(k_raw, "float32") * k_factor[i]
-                T.clear(dq_row)
-                T.clear(k_row)
-                T.clear(dk_column)
-                T.clear(dG_frag)
+                tile.clear(dq_row, k_row, dk_column, dG_frag)
                 for s, weight in zip(levels, weights, strict=True):
                     for i, j in tile.parallel(BT, BK):
                         step = g_frag[i, j] - g_shared[anchor(i, s), j]
