@@ -131,24 +131,9 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS)
     def bwd_intra(
-        q,
-        k,
-        g_cumsum,
-        beta,
-        rstd,
-        dAqk,
-        dL,
-        dq_inter,
-        dk_inter,
-        db_inter,
-        dG_inter,
-        chunk_tokens,
-        dq_part,
-        dk_part,
-        db,
-        dG,
-        scale,
-    ):
+        q, k, g_cumsum, beta, rstd, dAqk, dL, dq_inter, dk_inter, db_inter, dG_inter, chunk_tokens,
+        dq_part, dk_part, db, dG, scale,
+    ):  # fmt: skip
         with tile.kernel(chunk_tokens.shape[0] * HV, threads=threads) as i_block:
             if not tile.cpu:
                 T.annotate_min_blocks_per_sm(config.blocks())

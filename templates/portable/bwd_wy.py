@@ -114,29 +114,9 @@ def build(case: Case, config: BwdWyConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS)
     def bwd_wy(
-        q,
-        k,
-        v,
-        g_cumsum,
-        beta,
-        Akk,
-        w,
-        u,
-        rstd,
-        h,
-        v_new,
-        d_o,
-        dv_new,
-        dh,
-        chunk_tokens,
-        dq_inter,
-        dk_inter,
-        dv,
-        db_inter,
-        dG_inter,
-        dL,
-        scale,
-    ):
+        q, k, v, g_cumsum, beta, Akk, w, u, rstd, h, v_new, d_o, dv_new, dh, chunk_tokens,
+        dq_inter, dk_inter, dv, db_inter, dG_inter, dL, scale,
+    ):  # fmt: skip
         with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
             i_t, i_hv = i_block // HV, i_block % HV
             i_h = i_hv // group
