@@ -53,6 +53,11 @@ class Tile:
         """A tile every thread of the block can read, of the io dtype unless told."""
         return T.alloc_local(shape, dtype or self.io) if self.cpu else T.alloc_shared(shape, dtype or self.io)
 
+    def clear(self, *tiles: Any) -> None:
+        """Sets tiles to zero."""
+        for each in tiles:
+            T.evaluate(T.clear(each))
+
     def gemm(self, a: Any, b: Any, c: Any, transpose_A: bool = False, transpose_B: bool = False, **flags: Any) -> Any:
         """``c += a b``, or ``c = a b`` with ``clear_accum=True``; operands in shared memory, the sum in registers.
 

@@ -131,24 +131,9 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS)
     def bwd_intra(
-        q,
-        k,
-        g_cumsum,
-        beta,
-        rstd,
-        dAqk,
-        dL,
-        dq_inter,
-        dk_inter,
-        db_inter,
-        dG_inter,
-        chunk_tokens,
-        dq_part,
-        dk_part,
-        db,
-        dG,
-        scale,
-    ):
+        q, k, g_cumsum, beta, rstd, dAqk, dL, dq_inter, dk_inter, db_inter, dG_inter, chunk_tokens,
+        dq_part, dk_part, db, dG, scale,
+    ):  # fmt: skip
         with tile.kernel(chunk_tokens.shape[0] * HV, threads=threads) as i_block:
             if not tile.cpu:
                 T.annotate_min_blocks_per_sm(config.blocks())
@@ -194,10 +179,7 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
                     k_raw = T.if_then_else(inside, k[start + i, i_h, i_k * BK + j], 0)
                     q_frag[i, j] = T.cast(q_raw, "float32") * q_factor[i]
                     k_frag[i, j] = T.cast(k_raw, "float32") * k_factor[i]
-                T.clear(dq_row)
-                T.clear(k_row)
-                T.clear(dk_column)
-                T.clear(dG_frag)
+                tile.clear(dq_row, k_row, dk_column, dG_frag)
                 for s, weight in zip(levels, weights, strict=True):
                     for i, j in tile.parallel(BT, BK):
                         step = g_frag[i, j] - g_shared[anchor(i, s), j]

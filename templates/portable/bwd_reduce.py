@@ -65,8 +65,7 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
         scalar_sums = tile.fragment((rows,))
         scalar_rows = tile.shared((rows,), "float32")
         scalar = tile.fragment((1,))
-        T.clear(scalar_sums)
-        T.clear(scalar)
+        tile.clear(scalar_sums, scalar)
         for i_r in T.serial(T.ceildiv(NT, rows)):
             for r in tile.parallel(rows):
                 inside = (i_r * rows + r < NT) & (k0 == 0)
@@ -90,8 +89,7 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
                 sums = tile.fragment((rows, BK))
                 sum_rows = tile.shared((rows, BK), "float32")
                 total = tile.fragment((BK,))
-                T.clear(sums)
-                T.clear(total)
+                tile.clear(sums, total)
                 for i_r in T.serial(T.ceildiv(NT, rows)):
                     for r, j in tile.parallel(rows, BK):
                         inside = i_r * rows + r < NT

@@ -114,29 +114,9 @@ def build(case: Case, config: BwdWyConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS)
     def bwd_wy(
-        q,
-        k,
-        v,
-        g_cumsum,
-        beta,
-        Akk,
-        w,
-        u,
-        rstd,
-        h,
-        v_new,
-        d_o,
-        dv_new,
-        dh,
-        chunk_tokens,
-        dq_inter,
-        dk_inter,
-        dv,
-        db_inter,
-        dG_inter,
-        dL,
-        scale,
-    ):
+        q, k, v, g_cumsum, beta, Akk, w, u, rstd, h, v_new, d_o, dv_new, dh, chunk_tokens,
+        dq_inter, dk_inter, dv, db_inter, dG_inter, dL, scale,
+    ):  # fmt: skip
         with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
             i_t, i_hv = i_block // HV, i_block % HV
             i_h = i_hv // group
@@ -150,8 +130,7 @@ def build(case: Case, config: BwdWyConfig) -> Any:
                 b_factor[i] = T.if_then_else(i < count, beta_factor(p, beta[start + i, i_hv]), 0.0)
                 q_factor[i] = rstd[i_t, i_hv, 0, i] if p.l2norm else 1.0
                 k_factor[i] = rstd[i_t, i_hv, 1, i] if p.l2norm else 1.0
-            T.clear(L_frag)
-            T.clear(b_frag)
+            tile.clear(L_frag, b_frag)
             if p.scalar_gate:
                 G_frag = tile.fragment((BT,))
                 T.clear(G_frag)
@@ -187,10 +166,7 @@ def build(case: Case, config: BwdWyConfig) -> Any:
             states = tile.fragment((BK, BV))
             row_frag, column_frag = tile.fragments(2, (BK,))
             for i_k in T.serial(p.KP // BK):
-                T.clear(dq_frag)
-                T.clear(dk_frag)
-                T.clear(dw_frag)
-                T.clear(row_frag)
+                tile.clear(dq_frag, dk_frag, dw_frag, row_frag)
                 for i_v in T.serial(p.VP // BV):
                     T.copy(h[i_t, i_hv, i_k * BK : (i_k + 1) * BK, i_v * BV : (i_v + 1) * BV], h_shared)
                     T.copy(dh[i_t, i_hv, i_k * BK : (i_k + 1) * BK, i_v * BV : (i_v + 1) * BV], dh_shared)

@@ -121,17 +121,13 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
             qk_dot = tile.fragment((BT,))
             if p.l2norm:
                 qq_dot, kk_dot = tile.fragments(2, (BT,))
-                T.clear(qq_dot)
-                T.clear(kk_dot)
+                tile.clear(qq_dot, kk_dot)
             pairs = [tile.fragment((BT, half)) for _ in levels]
             if anchored:
                 anchored_keys = tile.shared((BT, BK))
                 q_pairs, k_pairs = tile.fragments(2, (BT, BT))
-                T.clear(q_pairs)
-                T.clear(k_pairs)
-            T.clear(qk_dot)
-            for pair in pairs:
-                T.clear(pair)
+                tile.clear(q_pairs, k_pairs)
+            tile.clear(qk_dot, *pairs)
             for i_k in T.serial(p.KP // BK):
                 for i, j in tile.parallel(BT, BK):
                     inside = (i < count) & (i_k * BK + j < K)
@@ -180,8 +176,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
                 for i in tile.parallel(BT):
                     rstd[i_t, i_hv, 0, i] = q_factor[i]
                     rstd[i_t, i_hv, 1, i] = k_factor[i]
-            T.clear(A_shared)
-            T.clear(lower)
+            tile.clear(A_shared, lower)
             for i in tile.parallel(BT):
                 A_shared[i, i] = qk_dot[i] * (scale * q_factor[i] * k_factor[i])
             # Other pairs of blocks meet in the products too, and are dropped here. Both matrices stay fp32, and each
