@@ -300,6 +300,9 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
     return bwd_gradients
 
 
+default = BwdGradientsConfig.default
+
+
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """Every tensor once; eight products of 64 rows."""
     p, BT = case.problem, case.BT
@@ -309,7 +312,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 # Pairs and anchored operands rounded to 2^-9 each; what cancels in dg was summed from the same roundings
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-default = BwdGradientsConfig.default
 STAGE = Stage(
     "bwd_gradients", INPUTS, OUTPUTS, BwdGradientsConfig, build, reference, default, cost, TOLERANCE, scalars=SCALARS
 )

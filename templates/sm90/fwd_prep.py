@@ -209,6 +209,9 @@ def build(case: Case, config: PrepConfig) -> Any:
     return fwd_prep
 
 
+default = PrepConfig.default
+
+
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """Every tensor once; two products over K, an inverse."""
     BT, chunks = case.BT, sizes["NT"] * case.problem.HV
@@ -232,7 +235,6 @@ def passes(case: Case) -> dict[str, bool]:
 
 # Roundings of 2^-9 each: pairs see two operands, A the inverse's factors and itself
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-default = PrepConfig.default
 STAGE = Stage(
     "fwd_prep", INPUTS, OUTPUTS, PrepConfig, build, reference, default, cost, TOLERANCE, scalars=SCALARS, passes=passes
 )

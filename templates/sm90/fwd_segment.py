@@ -203,6 +203,9 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
     return fwd_segment
 
 
+default = FwdSegmentConfig.default
+
+
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     """v and what prep made of the chunks that are walked in, local and transition out; four products a chunk.
 
@@ -218,7 +221,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
 FLOOR = {"transition": 0.05}
-default = FwdSegmentConfig.default
 STAGE = Stage(
     "fwd_segment", INPUTS, OUTPUTS, FwdSegmentConfig, build, reference, default, cost, TOLERANCE, rms_floor=FLOOR
 )
