@@ -91,7 +91,7 @@ def no_user_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Workers are forked by a process that has torch and tilelang loaded; not on a GPU, whose libraries start threads."""
+    """Workers are forked by a process that has torch and tilelang loaded; not beside a GPU, with its threads."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:

@@ -37,8 +37,8 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
         d = part.unflatten(1, (p.H, p.group)).sum(2)
         if x.rstd is not None:
             factor = x.rstd[:, :: p.group, n, :, None].to(dtype)  # the same for all value heads of a group
-            unit = factor * split_chunks(y.to(dtype), x.chunk_tokens, case.BT, width=p.KP)
-            d = factor * (d - unit * (unit * d).sum(-1, keepdim=True))
+            x_hat = factor * split_chunks(y.to(dtype), x.chunk_tokens, case.BT, width=p.KP)
+            d = factor * (d - x_hat * (x_hat * d).sum(-1, keepdim=True))
         outputs[name] = join_chunks(d, x.chunk_tokens, y.shape[0], p.K)
     return outputs
 
@@ -70,7 +70,7 @@ def build(case: Case, config: BwdQkConfig) -> Any:
     def project(n, part, x, dx, rstd, i_t, i_h, r0, start, count):
         d = tile.fragment((rows, KP))
         if p.l2norm:
-            unit, product = tile.fragments(2, (rows, KP))
+            x_hat, product = tile.fragments(2, (rows, KP))
             factor, dot = tile.fragments(2, (rows,))
         for i, j in tile.parallel(rows, KP):
             d[i, j] = part[i_t, i_h * group, r0 + i, j]
@@ -82,13 +82,13 @@ def build(case: Case, config: BwdQkConfig) -> Any:
                 factor[i] = rstd[i_t, i_h * group, n, r0 + i]  # the same for all value heads of a group
             for i, j in tile.parallel(rows, KP):
                 raw = T.if_then_else((i < count) & (j < K), x[start + i, i_h, j], 0)
-                unit[i, j] = factor[i] * T.cast(raw, "float32")
+                x_hat[i, j] = factor[i] * T.cast(raw, "float32")
             for i, j in tile.parallel(rows, KP):
-                product[i, j] = unit[i, j] * d[i, j]
+                product[i, j] = x_hat[i, j] * d[i, j]
             T.clear(dot)
             T.reduce_sum(product, dot, dim=1, clear=False)
             for i, j in tile.parallel(rows, KP):
-                d[i, j] = factor[i] * (d[i, j] - unit[i, j] * dot[i])
+                d[i, j] = factor[i] * (d[i, j] - x_hat[i, j] * dot[i])
         for i, j in tile.parallel(rows, KP):
             if (i < count) & (j < K):
                 dx[start + i, i_h, j] = T.cast(d[i, j], tile.io)

@@ -62,7 +62,7 @@ from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, prim_func
 from kda_tl.templates.portable import bwd_gate, bwd_intra, bwd_qk, fwd_gate
 from kda_tl.templates.sm90.exact import exact_gradients
 from kda_tl.templates.sm90.gate_gradients import compute_gate, sum_rows_after
-from kda_tl.templates.sm90.gates import LEAST_STEP, Chunk, Gate, find_step, is_wild, reject_chunk
+from kda_tl.templates.sm90.gates import LEAST_STEP, Chunk, Gate, find_step, needs_exact_path, reject_chunk
 from kda_tl.templates.sm90.gradients import (
     HALF,
     PAD,
@@ -214,10 +214,10 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             g_shared = T.alloc_shared((BT, K), g.dtype)
             bias = T.alloc_fragment((NB, KP), f32)
             slope = T.alloc_fragment((1,), f32)
-            unit = T.alloc_fragment((1,), f32)
+            decay_scale = T.alloc_fragment((1,), f32)
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
             slope[0] = gate.slope(A_log, i_hv)
-            unit[0] = gate.unit(slope[0], lower_bound)
+            decay_scale[0] = gate.decay_scale(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = gate.bias(dt_bias, i_hv, j)
             issue_rows(g, start, count, i_hv, g_shared, lambda i: (i,))
@@ -235,7 +235,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                 for s, j in T.Parallel(NB, KP):
                     raw[i, s, j] = g_shared[s * BC + i, j]
 
-            local, middle, last, above, links, tails, wild = sum_chunk(gate, raw, count, slope, unit, bias)
+            local, middle, last, above, links, tails, steepest = sum_chunk(gate, raw, count, slope, decay_scale, bias)
 
             # norms
             factor = T.alloc_shared((2 * BT,), f32)
@@ -274,10 +274,10 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             dG_row = T.alloc_shared((BT, KP + PAD), f32)
             dot = sum_gradients(p, rows, keys, row_sum, key_sum, of_key, dG_row)
             if not p.bounded_gate:
-                if is_wild(wild):
+                if needs_exact_path(steepest):
                     read, factors = (q, k, g, dt_bias, values, states, d_o, dv, dstates), (factor, pairs)
                     sums = (above, last, dG_row, keys, grown, of_key, of_keys, written)
-                    exact_gradients(gate, read, at, (*factors, unit[0], slope[0], scale), sums, config.threads)
+                    exact_gradients(gate, read, at, (*factors, decay_scale[0], slope[0], scale), sums, config.threads)
 
             # the gate
             suffix = T.alloc_fragment((BC, NB, KP), f32)
@@ -294,7 +294,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                         dg[start + s * BC + i, i_hv, j] = T.cast(suffix[i, s, j], dg.dtype)
 
             # q and k
-            if True if p.bounded_gate else T.Not(is_wild(wild)):
+            if True if p.bounded_gate else T.Not(needs_exact_path(steepest)):
                 store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, at, written)
 
     return bwd_gradients

@@ -95,14 +95,14 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             chunks = T.if_then_else(begins, 0, count)
             i_n = T.if_then_else(begins, -1, segments[i_s, 3])
             tiles = alloc_tiles(case, config)
-            ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-            free = T.alloc_barrier(arrive_count=[consumers] * stages)
+            full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+            empty = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(tiles.A, tiles.Aqk))
             store_constants([tiles.A, tiles.Aqk])
 
             w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
-            ring = Ring(ready, free)
+            ring = Ring(full, empty)
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
                 state = walk_backwards(case, config, load_state, dht, tiles, ring, w, None)

@@ -34,12 +34,12 @@ def exact_pairs(gate, tensors, at, factors, both, scalars):
         at: the chunk.
         factors: of rows of q and k, sub-chunk by sub-chunk, and beta, in shared memory.
         both: rows of Aqk above rows of L, sub-chunk by sub-chunk; written.
-        scalars: unit and slope of the gate.
+        scalars: decay_scale and slope of the gate.
     """
     q, k, g, dt_bias, k_neg, qg, kg, decay = tensors
     i_t, i_hv, i_h, start, count = at.i_t, at.i_hv, at.i_h, at.start, at.count
     factor, b_factor = factors
-    unit, slope = scalars
+    decay_scale, slope = scalars
     K, (_, _, BT, KP) = gate.p.K, kg.shape
     io = kg.dtype
     total = T.alloc_shared((BT, PART), "float32")
@@ -53,7 +53,7 @@ def exact_pairs(gate, tensors, at, factors, both, scalars):
             for j in T.Parallel(PART):
                 c = part * PART + j
                 raw, bias = read_row(g, start, count, i, i_hv, c, K), gate.bias(dt_bias, i_hv, c)
-                step = gate.log2_decay(raw, unit, slope, bias)
+                step = gate.log2_decay(raw, decay_scale, slope, bias)
                 clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
                 run[j] = run[j] + T.if_then_else((i < count) & (c < K), clamped, 0.0)
                 total[i, j] = run[j]
@@ -108,7 +108,8 @@ def exact_gradients(gate, tensors, at, factors, sums, threads):
         gate: the problem's.
         tensors: q, k, g, dt_bias, values, states, do, dv, dstates.
         at: the chunk.
-        factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; unit and slope of the gate; scale.
+        factors: of rows of q and k, and the pairs of dAqk and dKK, in shared memory; decay_scale and slope of the gate;
+            scale.
         sums: cumsums in shared memory, the last in registers, dG of rows, keys, room for sums of q and of k in shared
             memory, what kg adds to the last row of dG in registers, and ``written`` as in :func:`store_gradients`. Of
             dG, the keys' part is then 0 and the rows' part all.
@@ -116,7 +117,7 @@ def exact_gradients(gate, tensors, at, factors, sums, threads):
     """
     q, k, g, dt_bias, values, states, d_o, dv, dstates = tensors
     i_t, i_h, i_hv, start, count = at.i_t, at.i_h, at.i_hv, at.start, at.count
-    factor, pairs, unit, slope, scale = factors
+    factor, pairs, decay_scale, slope, scale = factors
     G, last, dG, keys, of_q, of_k, of_keys, written = sums
     K, V = gate.p.K, gate.p.V
     lanes = min(of_keys.shape[0], threads // K)
@@ -131,7 +132,9 @@ def exact_gradients(gate, tensors, at, factors, sums, threads):
     if thread < K:
         run = 0.0
         for i in T.serial(BT):
-            step = gate.log2_decay(read_row(g, start, count, i, i_hv, c, K), unit, slope, gate.bias(dt_bias, i_hv, c))
+            step = gate.log2_decay(
+                read_row(g, start, count, i, i_hv, c, K), decay_scale, slope, gate.bias(dt_bias, i_hv, c)
+            )
             clamped = T.if_then_else(step < FORGOTTEN, FORGOTTEN, step)
             run = run + T.if_then_else(i < count, clamped, 0.0)
             G[i, c] = run

@@ -28,7 +28,7 @@ them (see warp.py). Chunks run from the last to the first, since the recurrence 
     normalise          four: a sub-chunk's rows each, by mma             q and k have come
     store_operands       a thread its own rows, which it overwrites
     multiply_pairs     a warpgroup 64 rows, by wgmma; of two a half each operands written
-    exact_pairs       all; only where a gate without a bound is wild
+    exact_pairs       all; only where a gate without a bound is too steep for anchors
     substitute         two: a thread a column                            pairs written
     store_queries        two more: Aqk to memory                           the same
     invert             four, by mma                                      blocks written
@@ -59,7 +59,7 @@ from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
 from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.portable import fwd_gate, fwd_intra
 from kda_tl.templates.sm90.exact import PART, compute_lone, exact_pairs
-from kda_tl.templates.sm90.gates import Chunk, Gate, is_wild, load_gates, reject_chunk
+from kda_tl.templates.sm90.gates import Chunk, Gate, load_gates, needs_exact_path, reject_chunk
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.prep import (
     WARPGROUP,
@@ -161,13 +161,13 @@ def build(case: Case, config: PrepConfig) -> Any:
             # everything is asked for at once: gates are summed while q and k are on their way
             bias = T.alloc_fragment((NB, KP), f32)
             slope = T.alloc_fragment((1,), f32)
-            unit = T.alloc_fragment((1,), f32)
+            decay_scale = T.alloc_fragment((1,), f32)
             raw = T.alloc_fragment((BC, NB, KP), g.dtype)
             rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
             b_factor = T.alloc_shared((BT,), f32)
             raw_beta = T.alloc_fragment((BT,), beta.dtype)
             slope[0] = gate.slope(A_log, i_hv)
-            unit[0] = gate.unit(slope[0], lower_bound)
+            decay_scale[0] = gate.decay_scale(slope[0], lower_bound)
             for s, j in T.Parallel(NB, KP):
                 bias[s, j] = gate.bias(dt_bias, i_hv, j)
             for i in T.Parallel(BT):
@@ -176,7 +176,7 @@ def build(case: Case, config: PrepConfig) -> Any:
             load_rows(q, start, count, i_h, rows, 0)
             load_rows(k, start, count, i_h, rows, BC)
 
-            sums = sum_chunk(gate, raw, at, slope, unit, bias, decay)
+            sums = sum_chunk(gate, raw, at, slope, decay_scale, bias, decay)
             links = find_links(p, sums)
             factor = T.alloc_shared((2 * BT,), f32)
             normalise(p, rows, raw_beta, b_factor, factor, scale, count, threads)
@@ -187,9 +187,9 @@ def build(case: Case, config: PrepConfig) -> Any:
             both = T.alloc_shared((2 * BT, BT + 4), f32)
             multiply_pairs(rows, keys, b_factor, both, threads)
             if not p.bounded_gate:
-                if is_wild(sums.wild):
+                if needs_exact_path(sums.steepest):
                     tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
-                    exact_pairs(gate, tensors, at, factors, both, (unit[0], slope[0]))
+                    exact_pairs(gate, tensors, at, factors, both, (decay_scale[0], slope[0]))
                     T.sync_threads()
             inverse = T.alloc_shared((BT, BT), io)
             block_rows = T.alloc_shared((BT, BC + 8), io)

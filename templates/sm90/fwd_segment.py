@@ -49,12 +49,12 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     values = split_chunks(x.v.to(x.decay.dtype), x.chunk_tokens, case.BT, width=p.VP)
     nothing = values.new_zeros((*values.shape[:3], p.KP))
     zero = x.decay.new_zeros((p.HV, p.VP, p.KP))
-    unit = torch.eye(p.KP, dtype=x.decay.dtype, device=x.decay.device).expand(p.HV, -1, -1).clone()
-    unit[:, p.K :] = 0
+    identity = torch.eye(p.KP, dtype=x.decay.dtype, device=x.decay.device).expand(p.HV, -1, -1).clone()
+    identity[:, p.K :] = 0
     local, transition = [], []
     for first, count, _, ends in [row for row in rows if row[3] < 0] or rows[:1]:
         cut = ends < 0
-        own, moved = zero, unit if cut else 0 * unit
+        own, moved = zero, identity if cut else 0 * identity
         for t in range(first, first + count if cut else first):
             _, own = step_reference(x, t, values, own)
             _, moved = step_reference(x, t, nothing, moved)
@@ -131,8 +131,8 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             decay_shared = T.alloc_shared((stages, KP), f32)
             left = T.alloc_shared((stages, BK), f32)  # the largest element of a row of R after the chunk in a slot
             stop = T.alloc_shared((stages,), "int32")  # whether no chunk comes in a slot
-            ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-            free = T.alloc_barrier(arrive_count=[consumers] * stages)
+            full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+            empty = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(tile))
             if thread < stages:
@@ -152,7 +152,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                 T.clear(sums)
                 for c in T.serial(chunks):
                     slot = c % stages
-                    T.barrier_wait(ready[slot], c // stages % 2)
+                    T.barrier_wait(full[slot], c // stages % 2)
                     if stop[slot] == 1:
                         break
                     T.copy(state, state_io)
@@ -170,7 +170,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                     T.copy(largest, left[slot, :])
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(sums, num_regs=BV // 2)
-                    T.barrier_arrive(free[slot])
+                    T.barrier_arrive(empty[slot])
                 for i, j in T.Parallel(BK, BV):
                     local[i_s, i_h, v0 + j, k0 + i] = sums[i, j]
                 if v0 == 0:
@@ -183,7 +183,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                     for c in T.serial(chunks):
                         slot = c % stages
                         i_t = first + chunks - 1 - c
-                        T.barrier_wait(free[slot], (c // stages + 1) % 2)
+                        T.barrier_wait(empty[slot], (c // stages + 1) % 2)
                         if c >= stages:
                             walks = 0
                             for m in T.unroll(BK // PRODUCER):
@@ -191,14 +191,14 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                                     walks = 1
                             if T.any_sync(walks == 1) == 0:
                                 stop[slot] = 1
-                                T.barrier_arrive(ready[slot])
+                                T.barrier_arrive(full[slot])
                                 break
-                        load_lower(A, i_t, i_h, tile, slot, ready)
-                        load_values(v, v_shared, ready, slot, start + (chunks - 1 - c) * BT, end, i_h, v0)
-                        T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=ready[slot])
-                        T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=ready[slot])
-                        T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=ready[slot])
-                        T.barrier_arrive(ready[slot])
+                        load_lower(A, i_t, i_h, tile, slot, full)
+                        load_values(v, v_shared, full, slot, start + (chunks - 1 - c) * BT, end, i_h, v0)
+                        T.tma_copy(k_neg[i_t, i_h, :, :], n_shared[slot, :, :], barrier=full[slot])
+                        T.tma_copy(kg[i_t, i_h, :, :], k_shared[slot, :, :], barrier=full[slot])
+                        T.tma_copy(decay[i_t, i_h, :], decay_shared[slot, :], barrier=full[slot])
+                        T.barrier_arrive(full[slot])
 
     return fwd_segment
 

@@ -45,24 +45,24 @@ class Gate:
             return 0.0
         return T.if_then_else(j < self.p.K, dt_bias[i_hv, j], 0.0) if self.p.KP > self.p.K else dt_bias[i_hv, j]
 
-    def unit(self, slope: Any, lower_bound: Any) -> Any:
+    def decay_scale(self, slope: Any, lower_bound: Any) -> Any:
         """What every decay of a head is a multiple of: with 0 in its place a row adds nothing."""
         return {"log": RCP_LN2, "safe": lower_bound * RCP_LN2, "softplus": slope / RCP_LN2}[self.p.gate]
 
-    def log2_decay(self, x: Any, unit: Any, slope: Any, bias: Any, overflow: bool = False) -> Any:
+    def log2_decay(self, x: Any, decay_scale: Any, slope: Any, bias: Any, overflow: bool = False) -> Any:
         """Of a raw gate. Fast log2 of 1 + t is off by 2^-22: 2.5e-4 of a decay of 2^-10.
 
-        With ``overflow`` that of softplus is infinite where its exponential is, from 88 on, or no number where the unit
-        is 0: two instructions less.
+        With ``overflow`` that of softplus is infinite where its exponential is, from 88 on, or no number where the
+        scale is 0: two instructions less.
         """
         if self.p.gate == "log":
-            return x * unit
+            return x * decay_scale
         if self.p.gate == "safe":
-            return unit * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
+            return decay_scale * (1.0 / (1.0 + T.exp2(slope * x + slope * bias)))  # the product becomes part of the sum
         z = RCP_LN2 * x + RCP_LN2 * bias
         if overflow:
-            return unit * T.log2(1.0 + T.exp2(z))
-        return unit * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(T.min(z, -z))))
+            return decay_scale * T.log2(1.0 + T.exp2(z))
+        return decay_scale * (T.max(z, 0.0) + T.log2(1.0 + T.exp2(T.min(z, -z))))
 
     def anchor(self, x: Any) -> Any:
         """The integer nearest to x; the even one if the gate has no bound: then half of a distance is an integer too.
@@ -102,15 +102,15 @@ def load_gates(g, K, start, count, i_hv, raw):
 
 
 @T.macro
-def sum_gates(gate, raw, count, slope, unit, bias, local, middle, total):
+def sum_gates(gate, raw, count, slope, decay_scale, bias, local, middle, total):
     """Cumsums inside the sub-chunks. Rows past the end and padded channels add nothing."""
     KP = raw.shape[2]
     step = T.alloc_fragment((NB, KP), "float32")
     T.clear(total)
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
-            own_unit = T.if_then_else((s * BC + i < count) & (j < gate.p.K), unit, 0.0)
-            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_unit, slope, bias[s, j], overflow=True)
+            own_scale = T.if_then_else((s * BC + i < count) & (j < gate.p.K), decay_scale, 0.0)
+            step[s, j] = gate.log2_decay(T.cast(raw[i, s, j], "float32"), own_scale, slope, bias[s, j], overflow=True)
         for s, j in T.Parallel(NB, KP):
             total[s, j] = total[s, j] + step[s, j]
         for s, j in T.Parallel(NB, KP):
@@ -136,7 +136,7 @@ def find_steepest(middle, total, steepest):
         steepest[s] = least[s]
 
 
-def is_wild(steepest: Any) -> Any:
+def needs_exact_path(steepest: Any) -> Any:
     """Whether some rows lie too far from their anchor."""
     return T.min(T.min(steepest[0], steepest[1]), T.min(steepest[2], steepest[3])) < -LIMIT
 

@@ -95,7 +95,7 @@ def mask_pairs(pair, db):
 
 
 @T.macro
-def sum_chunk(gate, raw, count, slope, unit, bias):
+def sum_chunk(gate, raw, count, slope, decay_scale, bias):
     """Cumsums and anchors of a chunk as in fwd_prep, and powers of two between anchors.
 
     Returns:
@@ -103,7 +103,7 @@ def sum_chunk(gate, raw, count, slope, unit, bias):
         exponents, the powers from the chunk's start by all anchors to its end, see Gate.link, those from each anchor to
         the end, and the least exponents of a gate without a bound.
     """
-    KP, f32, wild = raw.shape[2], "float32", None
+    KP, f32, steepest = raw.shape[2], "float32", None
     local = T.alloc_fragment((BC, NB, KP), f32)
     middle = T.alloc_fragment((NB, KP), f32)
     total = T.alloc_fragment((NB, KP), f32)
@@ -115,10 +115,10 @@ def sum_chunk(gate, raw, count, slope, unit, bias):
     above = T.alloc_shared((BT, KP + PAD), f32)
     links = T.alloc_shared((NB + 1, KP), f32)
     tails = T.alloc_shared((NB, KP), f32)
-    sum_gates(gate, raw, count, slope[0], unit[0], bias, local, middle, total)
+    sum_gates(gate, raw, count, slope[0], decay_scale[0], bias, local, middle, total)
     if not gate.p.bounded_gate:
-        wild = T.alloc_shared((NB,), f32)
-        find_steepest(middle, total, wild)
+        steepest = T.alloc_shared((NB,), f32)
+        find_steepest(middle, total, steepest)
     find_anchors(gate, middle, total, sums, before, last, anchor)
     for s, j in T.Parallel(NB, KP):
         links[s, j] = anchor[s, j]
@@ -132,7 +132,7 @@ def sum_chunk(gate, raw, count, slope, unit, bias):
             links[0, j] = T.exp2(anchor[s, j])
     for s, j in T.Parallel(NB, KP):
         tails[s, j] = T.exp2(last[s, j] - anchor[s, j])
-    return local, middle, last, above, links, tails, wild
+    return local, middle, last, above, links, tails, steepest
 
 
 @T.macro
@@ -246,8 +246,8 @@ def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, at, wri
         without_scale = T.if_then_else(is_key(r) == 0, 1.0 / scale, 1.0)
         found = T.if_then_else(is_key(r) == 0, scale * own, own + down * of_key[token_of(r), c])
         if p.l2norm:
-            unit = T.cast(rows[r // (2 * BC), r % (2 * BC), c], "float32") * (without_scale * down)
-            row_sum[r, c] = factor[row_of_q(token_of(r)) + BC * is_key(r)] * without_scale * (found - unit * dot[r])
+            x_hat = T.cast(rows[r // (2 * BC), r % (2 * BC), c], "float32") * (without_scale * down)
+            row_sum[r, c] = factor[row_of_q(token_of(r)) + BC * is_key(r)] * without_scale * (found - x_hat * dot[r])
         else:
             row_sum[r, c] = found
     for r, c in T.Parallel(R, KP):

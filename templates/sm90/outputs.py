@@ -82,16 +82,16 @@ class OutputConfig(RecurrenceConfig):
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128, 256)
     early: bool = tunable(True, True, False)
 
-    def late_stages(self, case: Case) -> int:
+    def rest_stages(self, case: Case) -> int:
         """Chunks of which all is loaded ahead; of wide ones only what comes first is, for lack of shared memory."""
         return 1 if self.early and case.problem.KP > WIDEST else self.num_stages
 
     def smem_bytes(self, case: Case) -> int:
         """The same without what is not loaded ahead, and a tile for the states between chunks if they are asked for."""
         BT, KP = case.BT, case.problem.KP
-        late = BT * (2 * BT + KP) * 2 + KP * 4
+        rest = BT * (2 * BT + KP) * 2 + KP * 4
         states = part_width(KP) * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2 * case.problem.intermediate_states
-        return super().smem_bytes(case) - (self.num_stages - self.late_stages(case)) * late + states
+        return super().smem_bytes(case) - (self.num_stages - self.rest_stages(case)) * rest + states
 
 
 class Sizes:
@@ -105,7 +105,7 @@ class Sizes:
         self.width = part_width(p.KP)  # channels of a part of the state
         self.parts = p.KP // self.width
         self.rounds_whole = self.parts == 1  # whether a rounded copy of the whole state has registers
-        self.rest_stages = config.late_stages(case)  # slots of the ring of the rest
+        self.rest_stages = config.rest_stages(case)  # slots of the ring of the rest
         self.shares_empty = self.rest_stages == config.num_stages  # whether the slots of both rings are empty at once
 
     def find_triple(self, i: Any, group: int) -> tuple[Any, Any, Any]:
@@ -133,25 +133,27 @@ def multiply_parts(r, k_neg, qg, slot):
 
 
 @T.macro
-def compute_values(z, r, tiles, late):
+def compute_values(z, r, tiles, rest_slot):
     """V'^T, rounded, while the state decays and S^T qg^T is on its way."""
-    T.wgmma_gemm(r.value_io, tiles.A[late, :, :], r.value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.A[rest_slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     if z.rounds_whole:
-        T.wgmma_gemm(r.state_io, tiles.qg[0][late, :, :], r.output, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        T.wgmma_gemm(
+            r.state_io, tiles.qg[0][rest_slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=BY_ROWS
+        )
     for m, part in enumerate(r.state):
         for i, j in T.Parallel(ROWS, z.width):
-            part[i, j] = part[i, j] * tiles.decay[late, m * z.width + j]
+            part[i, j] = part[i, j] * tiles.decay[rest_slot, m * z.width + j]
     T.wait_wgmma(1 if z.rounds_whole else 0)
     T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
     T.copy(r.value, r.value_io)
 
 
 @T.macro
-def compute_output(z, r, tiles, late):
+def compute_output(z, r, tiles, rest_slot):
     """The state after the chunk, and its output."""
     for m, part in enumerate(r.state):
-        T.wgmma_gemm(r.value_io, tiles.kg[m][late, :, :], part, policy=BY_ROWS)
-    T.wgmma_gemm(r.value_io, tiles.Aqk[late, :, :], r.output, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(r.value_io, tiles.kg[m][rest_slot, :, :], part, policy=BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.Aqk[rest_slot, :, :], r.output, transpose_B=True, policy=BY_ROWS)
     # Products may not stay under way across the loop's end: ptxas (CUDA 13.0) then waits after every single one.
     T.wait_wgmma(1)
     for part in r.state:
@@ -186,9 +188,9 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             T.copy(state[0], state_io)
         T.clear(output)
         for c in T.serial(chunks):
-            slot, turn = first_ring.place_to_read(step)
-            late, late_turn = rest_ring.place_to_read(step)
-            first_ring.wait(slot, turn)
+            slot, phase = first_ring.place_to_read(step)
+            rest_slot, rest_phase = rest_ring.place_to_read(step)
+            first_ring.wait(slot, phase)
             issue_values(z, r, tiles, group, slot)
             if p.intermediate_states:
                 store_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
@@ -199,10 +201,10 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             if not z.shares_empty:
                 first_ring.release(slot)
             if z.config.early:
-                rest_ring.wait(late, late_turn)
-            compute_values(z, r, tiles, late)
-            compute_output(z, r, tiles, late)
-            rest_ring.release(late)
+                rest_ring.wait(rest_slot, rest_phase)
+            compute_values(z, r, tiles, rest_slot)
+            compute_output(z, r, tiles, rest_slot)
+            rest_ring.release(rest_slot)
             step = step + 1
         store_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
         if p.final_state:
@@ -223,10 +225,10 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
             i_s, i_h, _ = z.find_triple(i, 0)
             first, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
             for c in T.serial(chunks):
-                slot, turn = first_ring.place_to_fill(step)
-                late, late_turn = rest_ring.place_to_fill(step)
+                slot, phase = first_ring.place_to_fill(step)
+                rest_slot, rest_phase = rest_ring.place_to_fill(step)
                 i_t = first + c
-                first_ring.acquire(slot, turn)
+                first_ring.acquire(slot, phase)
                 load_parts(x.k_neg, i_t, i_h, tiles.k_neg, slot, first_ring.full)
                 if not z.rounds_whole:
                     load_parts(x.qg, i_t, i_h, tiles.qg, slot, first_ring.full)
@@ -236,14 +238,14 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                 if z.config.early:
                     first_ring.commit(slot)
                 if not z.shares_empty:
-                    rest_ring.acquire(late, late_turn)
-                load_lower(x.A, i_t, i_h, tiles.A, late, rest_ring.full)
+                    rest_ring.acquire(rest_slot, rest_phase)
+                load_lower(x.A, i_t, i_h, tiles.A, rest_slot, rest_ring.full)
                 if z.rounds_whole:
-                    load_parts(x.qg, i_t, i_h, tiles.qg, late, rest_ring.full)
-                load_parts(x.kg, i_t, i_h, tiles.kg, late, rest_ring.full)
-                load_lower(x.Aqk, i_t, i_h, tiles.Aqk, late, rest_ring.full)
-                T.tma_copy(x.decay[i_t, i_h, :], tiles.decay[late, :], barrier=rest_ring.full[late])
-                rest_ring.commit(late)
+                    load_parts(x.qg, i_t, i_h, tiles.qg, rest_slot, rest_ring.full)
+                load_parts(x.kg, i_t, i_h, tiles.kg, rest_slot, rest_ring.full)
+                load_lower(x.Aqk, i_t, i_h, tiles.Aqk, rest_slot, rest_ring.full)
+                T.tma_copy(x.decay[i_t, i_h, :], tiles.decay[rest_slot, :], barrier=rest_ring.full[rest_slot])
+                rest_ring.commit(rest_slot)
                 step = step + 1
 
 
@@ -251,32 +253,32 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
 def recur(z, load_state, i_block, blocks, x):
     """The kernel's body: tiles, rings and roles."""
     p, config, BT, io = z.case.problem, z.config, z.case.BT, z.io
-    stages, late_stages, parts, groups = config.num_stages, z.rest_stages, z.parts, z.groups
-    q_stages = late_stages if z.rounds_whole else stages
+    stages, rest_stages, parts, groups = config.num_stages, z.rest_stages, z.parts, z.groups
+    q_stages = rest_stages if z.rounds_whole else stages
     v_shared = name_tiles("v", [T.alloc_shared((stages, BT, ROWS), io) for _ in range(groups)])
     o_shared = name_tiles("o", [T.alloc_shared((BT, ROWS + OUTPUT_PAD), io) for _ in range(groups)])
     states = groups * p.intermediate_states
     h_shared = name_tiles("h", [T.alloc_shared((z.width, ROWS + OUTPUT_PAD), io) for _ in range(states)])
-    A_shared = T.alloc_shared((late_stages, BT, BT), io)
+    A_shared = T.alloc_shared((rest_stages, BT, BT), io)
     n_shared = name_tiles("k_neg", [T.alloc_shared((stages, BT, z.width), io) for _ in range(parts)])
     q_shared = name_tiles("qg", [T.alloc_shared((q_stages, BT, z.width), io) for _ in range(parts)])
-    Aqk_shared = T.alloc_shared((late_stages, BT, BT), io)
-    k_shared = name_tiles("kg", [T.alloc_shared((late_stages, BT, z.width), io) for _ in range(parts)])
-    decay_shared = T.alloc_shared((late_stages, p.KP), "float32")
-    unit = T.alloc_shared((BT, BT), io)
-    ready = T.alloc_barrier(arrive_count=[PRODUCER] * late_stages)
-    early = T.alloc_barrier(arrive_count=[PRODUCER] * stages) if config.early else ready
-    free = T.alloc_barrier(arrive_count=[config.consumers] * stages)
-    late_free = free if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * late_stages)
+    Aqk_shared = T.alloc_shared((rest_stages, BT, BT), io)
+    k_shared = name_tiles("kg", [T.alloc_shared((rest_stages, BT, z.width), io) for _ in range(parts)])
+    decay_shared = T.alloc_shared((rest_stages, p.KP), "float32")
+    identity = T.alloc_shared((BT, BT), io)
+    rest_full = T.alloc_barrier(arrive_count=[PRODUCER] * rest_stages)
+    first_full = T.alloc_barrier(arrive_count=[PRODUCER] * stages) if config.early else rest_full
+    first_empty = T.alloc_barrier(arrive_count=[config.consumers] * stages)
+    rest_empty = first_empty if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * rest_stages)
     thread = T.get_thread_binding()
     T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-    store_constants([A_shared, Aqk_shared], unit)
+    store_constants([A_shared, Aqk_shared], identity)
 
     # v, o and h one a warpgroup; k_neg, qg and kg in parts of the state's channels
-    own = {"v": v_shared, "o": o_shared, "h": h_shared, "identity": unit}
+    own = {"v": v_shared, "o": o_shared, "h": h_shared, "identity": identity}
     parted = {"k_neg": n_shared, "qg": q_shared, "kg": k_shared}
     tiles = SimpleNamespace(**own, **parted, A=A_shared, Aqk=Aqk_shared, decay=decay_shared)
-    first_ring, rest_ring = Ring(early, free), Ring(ready, late_free)
+    first_ring, rest_ring = Ring(first_full, first_empty), Ring(rest_full, rest_empty)
     if thread < WARPGROUP:
         multiply(z, load_state, 0, i_block, blocks, x, tiles, first_ring, rest_ring)
     elif groups == 2 and thread < config.consumers:

@@ -52,7 +52,7 @@ class Sums:
     anchors: Any  # from the chunk's start, in shared memory
     anchor: Any  # the same
     last: Any  # of the chunk
-    wild: Any  # least exponents, in shared memory, of a gate without a bound; or None
+    steepest: Any  # least exponents, in shared memory, of a gate without a bound; or None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Links:
 
 
 @T.macro
-def sum_chunk(gate, raw, at, slope, unit, bias, decay):
+def sum_chunk(gate, raw, at, slope, decay_scale, bias, decay):
     """Cumsums from the start of a sub-chunk, then anchors from the chunk's, and the chunk's decay."""
     KP, f32 = raw.shape[2], "float32"
     local = T.alloc_fragment((BC, NB, KP), f32)
@@ -75,11 +75,11 @@ def sum_chunk(gate, raw, at, slope, unit, bias, decay):
     total = T.alloc_fragment((NB, KP), f32)
     sums = T.alloc_shared((NB, KP), f32)
     anchors = T.alloc_shared((NB, KP), f32)
-    wild = None
-    sum_gates(gate, raw, at.count, slope[0], unit[0], bias, local, middle, total)
+    steepest = None
+    sum_gates(gate, raw, at.count, slope[0], decay_scale[0], bias, local, middle, total)
     if not gate.p.bounded_gate:
-        wild = T.alloc_shared((NB,), f32)
-        find_steepest(middle, total, wild)
+        steepest = T.alloc_shared((NB,), f32)
+        find_steepest(middle, total, steepest)
     before = T.alloc_fragment((NB, KP), f32)
     last = T.alloc_fragment((NB, KP), f32)
     anchor = T.alloc_fragment((NB, KP), f32)
@@ -88,7 +88,7 @@ def sum_chunk(gate, raw, at, slope, unit, bias, decay):
     for j in T.Parallel(KP):
         decay[at.i_t, at.i_hv, j] = T.exp2(sums[0, j] + sums[1, j] + sums[2, j] + sums[3, j])
     T.sync_threads()
-    return Sums(local, middle, total, anchors, anchor, last, wild)
+    return Sums(local, middle, total, anchors, anchor, last, steepest)
 
 
 @T.macro

@@ -63,7 +63,7 @@ class RecurrenceConfig(HopperConfig):
         return WARPGROUP * self.BV // ROWS
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, the output's, a unit matrix, and three barriers a stage."""
+        """The tiles of every stage, the output's, an identity, and three barriers a stage."""
         BT, KP = case.BT, case.problem.KP
         stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 24
         return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS + BT) * 2
@@ -100,11 +100,11 @@ def find_chunks(segments, chunk_tokens, i_s):
 
 
 @T.macro
-def load_values(v, v_shared, ready, slot, first, end, i_h, v0):
+def load_values(v, v_shared, full, slot, first, end, i_h, v0):
     """Values of a chunk to shared memory by one warp, zeros past the sequence's end."""
     _, BT, BV = v_shared.shape
     if first + BT <= end:
-        T.tma_copy(v[first : first + BT, i_h, v0 : v0 + BV], v_shared[slot, :, :], barrier=ready[slot])
+        T.tma_copy(v[first : first + BT, i_h, v0 : v0 + BV], v_shared[slot, :, :], barrier=full[slot])
     else:  # rows of the next sequence would enter as 0 * v, and may be infinite
         for i, j in T.Parallel(BT, BV):
             v_shared[slot, i, j] = T.if_then_else(first + i < end, v[first + i, i_h, v0 + j], 0)
@@ -127,40 +127,42 @@ def layout_lower(*tiles: Any) -> dict[Any, Any]:
 
 
 @T.macro
-def load_lower(x, i_t, i_h, tile, slot, ready):
+def load_lower(x, i_t, i_h, tile, slot, full):
     """A lower triangular matrix to shared memory. What lies above its left half's diagonal block is never written."""
     half = tile.shape[1] // 2
-    T.tma_copy(x[i_t, i_h, : 2 * half, :], tile[slot, :, :half], barrier=ready[slot])
-    T.tma_copy(x[i_t, i_h, 2 * half :, :], tile[slot, half:, half:], barrier=ready[slot])
+    T.tma_copy(x[i_t, i_h, : 2 * half, :], tile[slot, :, :half], barrier=full[slot])
+    T.tma_copy(x[i_t, i_h, 2 * half :, :], tile[slot, half:, half:], barrier=full[slot])
 
 
 @T.macro
-def load_parts(x, i_t, i_h, tiles, slot, ready):
+def load_parts(x, i_t, i_h, tiles, slot, full):
     """A chunk's rows to shared memory, some channels a tile."""
     width = tiles[0].shape[2]
     for m in list(range(len(tiles))):  # of numbers: a loop over tiles gives all of them its variable's name
-        T.tma_copy(x[i_t, i_h, :, m * width : (m + 1) * width], tiles[m][slot, :, :], barrier=ready[slot])
+        T.tma_copy(x[i_t, i_h, :, m * width : (m + 1) * width], tiles[m][slot, :, :], barrier=full[slot])
 
 
 @T.macro
-def store_constants(triangles, unit=None):
-    """Zeros where triangles are never loaded, and a unit matrix, in shared memory, by all threads."""
+def store_constants(triangles, identity=None):
+    """Zeros where triangles are never loaded, and an identity, in shared memory, by all threads."""
     for m in list(range(len(triangles))):  # of numbers, see load_parts
         stages, BT, _ = triangles[m].shape
         for s, i, j in T.Parallel(stages, BT // 2, BT // 2):
             triangles[m][s, i, BT // 2 + j] = 0
-    if unit is not None:
-        for i, j in T.Parallel(*unit.shape):
-            unit[i, j] = T.if_then_else(i == j, 1.0, 0.0)
+    if identity is not None:
+        for i, j in T.Parallel(*identity.shape):
+            identity[i, j] = T.if_then_else(i == j, 1.0, 0.0)
     T.fence_proxy_async()
     T.sync_threads()
 
 
 @T.macro
-def issue_transposed(v_shared, unit, slot, value):
+def issue_transposed(v_shared, identity, slot, value):
     """V^T of the chunk in a slot, under way: what shared memory holds, read transposed, times one."""
     rows = T.GemmWarpPolicy.FullRow
-    T.wgmma_gemm(v_shared[slot, :, :], unit, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows)
+    T.wgmma_gemm(
+        v_shared[slot, :, :], identity, value, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows
+    )
 
 
 @T.macro

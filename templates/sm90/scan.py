@@ -154,12 +154,12 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
     v0 = i_block % VB * BV
     first, chunks, start, end = find_chunks(x.segments, x.chunk_tokens, i_s)
     i_n = x.segments[i_s, 2]
-    tiles = alloc_tiles(case, config)  # forwards, the first slot of Aqk is a unit matrix
+    tiles = alloc_tiles(case, config)  # forwards, the first slot of Aqk is the identity
     state_shared = T.alloc_shared((BV, KP), io)
     value_shared = T.alloc_shared((BV, BT), io)
     dv_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
-    ready = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
-    free = T.alloc_barrier(arrive_count=[consumers] * stages)
+    full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
+    empty = T.alloc_barrier(arrive_count=[consumers] * stages)
     thread = T.get_thread_binding()
     T.annotate_layout(layout_lower(tiles.A, tiles.Aqk))
     for i, j in T.Parallel(BT, BT):
@@ -168,7 +168,7 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
     store_constants([tiles.A, tiles.Aqk])
 
     w = Walk(i_s, i_n, i_h, v0, first, chunks, start, end)
-    ring = Ring(ready, free)
+    ring = Ring(full, empty)
     if thread < consumers:
         T.set_max_nreg(registers[0], 1)
         if back:
