@@ -103,7 +103,7 @@ def _describe(ceilings: Ceilings) -> str:
     moved, computed = ceilings.bytes_per_s / 1e9, ceilings.flops_per_s / 1e12
     return (
         f"Ceilings, measured here: {format_number(moved)} GB/s copied, {format_number(computed * 1e3)} GFLOP/s in "
-        f"{ceilings.dtype} matmul.\nroofline: the time that either takes, as a share of the time measured. "
+        f"{ceilings.dtype} matmul.\nroof: the time that either takes (the roofline) as a share of the time measured. "
         "speed: relative to kda_tl. diff: from its first result.\n"
     )
 
@@ -117,7 +117,7 @@ def _tables(result: Result, cpu: bool) -> Iterator[Any]:
         "bytes": lambda row: format_bytes(row.bytes),
         "GB/s": lambda row: format_number(row.bytes / row.median_us / 1e3),
         unit: lambda row: format_number(row.flops / row.median_us / scale),
-        "roof-\nline": lambda row: f"{row.roofline_us / row.median_us:.1%}",
+        "roof": lambda row: f"{row.roofline_us / row.median_us:.1%}",
     }
     call_columns: dict[str, Callable[[CallRow], str]] = {
         "eager": lambda row: format_us(row.eager_us),
@@ -125,7 +125,7 @@ def _tables(result: Result, cpu: bool) -> Iterator[Any]:
         "graph": lambda row: format_us(row.graph_us),
         "host": lambda row: format_us(row.host_us),
         "peak": lambda row: "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-        "roof-\nline": lambda row: f"{row.roofline_fraction:.1%}",
+        "roof": lambda row: f"{row.roofline_fraction:.1%}",
         "speed": lambda row: format_ratio(row.speed),
         "diff": lambda row: format_error(row.difference),
     }
