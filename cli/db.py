@@ -27,11 +27,7 @@ def _validate(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def find_plan_problem(document: Document, entry: Entry) -> str:
-    """Why a plan cannot run what it is stored for, with the templates as they are now; empty if it can.
-
-    Raises:
-        CompileError: TileLang, which the templates are written in, is missing or broken.
-    """
+    """Why a plan cannot run what it is stored for, with the templates as they are now; empty if it can."""
     if document.operator not in load_all():
         return f"there is no operator {document.operator!r}"
     try:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.device import current_device
@@ -20,6 +19,7 @@ from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, tunable
 from kda_tl.database.gpus import known_device
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage, generate_source
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import Tile, prim_func
 
 # Names, shapes and dtypes: `g` is the dtype of the problem's gate, f32 is fp32. They type the kernel's parameters too.

@@ -9,7 +9,6 @@ import pkgutil
 import re
 from typing import TYPE_CHECKING
 
-from kda_tl.core.toolchain import import_tilelang
 from kda_tl.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,11 +36,9 @@ def load(name: str) -> Stage:
 
     Raises:
         InputError: no such stage; the message lists those there are.
-        CompileError: TileLang is missing or broken.
     """
     if name not in names():
         raise InputError(f"there is no stage {name!r}: choose one of {', '.join(names())}.")
-    import_tilelang()
     stage: Stage = importlib.import_module(f"{__name__}.{_folders()[name]}.{name}").STAGE
     return stage
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from kda_tl.core.pipeline import Pipeline
-from kda_tl.core.toolchain import import_tilelang
-
-import_tilelang()  # or a sentence; the stages below would raise whatever a missing or broken TileLang raises
-
-from kda_tl.templates.portable import (  # noqa: E402
+from kda_tl.templates.portable import (
     bwd_gate,
     bwd_intra,
     bwd_output,
@@ -21,7 +17,7 @@ from kda_tl.templates.portable import (  # noqa: E402
     fwd_state,
     fwd_wy,
 )
-from kda_tl.templates.sm90 import (  # noqa: E402
+from kda_tl.templates.sm90 import (
     bwd_gradients,
     bwd_heads,
     bwd_merge,

@@ -166,7 +166,6 @@ def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
         raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
     require_compiler(case.device)
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
-    import_tilelang()
     # Stages that ignore a flag of the problem compile to the same kernel twice, which its cache warns about; and of a
     # kernel that it could not keep it prints a traceback, on stdout.
     logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
@@ -257,7 +256,8 @@ def number_names(source: str) -> str:
 
 
 def require_compiler(device: Device) -> None:
-    """Raises CompileError with what to install if kernels cannot be built for a device."""
+    """Raises CompileError with what to install if kernels cannot be built for a device: no compiler, no TileLang."""
     if find_compiler(device) is None:
         what = "nvcc (a CUDA toolkit of 12.3 or later)" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
         raise CompileError(f"no compiler found for {device.arch}: install {what} and put it on the PATH.")
+    import_tilelang()

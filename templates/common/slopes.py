@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
-
 from kda_tl.core.problem import Problem
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2
 
 

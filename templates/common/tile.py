@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
-
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, TensorSpec, static_sizes
+from kda_tl.templates.common.language import T
 
 RCP_LN2 = 1.4426950408889634  # gates are kept in log2 units: exp(x) = 2^(x / ln 2), and exp2 is one instruction
 # In fp32 2^-150 is 0: a token that decays more forgets everything all the same, and its size would only take the

@@ -17,12 +17,12 @@ Source: the chain rule on fwd_gate; gates as in FLA v0.6.0 ``fla/ops/kda/gate.py
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, join_chunks, split_chunks
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func

@@ -23,11 +23,11 @@ Source: the chain rule on fwd_intra, Kimi Linear, arXiv:2510.26692, section 3.
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_operands
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func
 from kda_tl.templates.portable.fwd_intra import even_row, odd_row

@@ -9,10 +9,10 @@ Source: the chain rule on fwd_gate, whose parameters every chunk shares.
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit
 from kda_tl.templates.common.tile import Tile, prim_func
 

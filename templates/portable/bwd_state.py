@@ -11,11 +11,11 @@ Source: the chain rule on fwd_state and fwd_output, Kimi Linear, arXiv:2510.2669
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import crop_state, pad_state, split_chunks
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, at_state, avoid_wgmma, prim_func
 from kda_tl.templates.portable.fwd_state import THREADS, FwdStateConfig

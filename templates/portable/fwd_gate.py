@@ -11,13 +11,13 @@ Source: Kimi Linear, arXiv:2510.26692, section 3; gates as in FLA v0.6.0 ``fla/o
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, split_chunks
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
 

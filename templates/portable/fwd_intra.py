@@ -24,11 +24,11 @@ Source: Kimi Linear, arXiv:2510.26692, section 3; the halving and the levelled i
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_operands
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, beta_factor, prim_func, sees
 

@@ -51,12 +51,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import keep_seen, share_heads, split_chunks
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, prim_func
 from kda_tl.templates.portable import bwd_gate, bwd_intra, bwd_qk, fwd_gate

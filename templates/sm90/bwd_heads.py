@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import HopperConfig
 

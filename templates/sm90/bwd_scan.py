@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
 from kda_tl.templates.sm90.recurrence import ROWS, TOLERANCE, WARPGROUP, read_state

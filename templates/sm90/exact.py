@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import tilelang.language as T
-
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN
 from kda_tl.templates.sm90.rows import BC, BY_EIGHT, BY_SUB_CHUNK
 

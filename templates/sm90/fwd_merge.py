@@ -9,10 +9,10 @@ Source: derived in fwd_segment.
 from collections.abc import Mapping
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.merge import SPLIT, TOLERANCE, Halves, MergeConfig, load_given, merge_cost, merge_segment
 from kda_tl.templates.sm90.recurrence import read_state

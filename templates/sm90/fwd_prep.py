@@ -50,12 +50,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.portable import fwd_gate, fwd_intra
 from kda_tl.templates.sm90.exact import PART, compute_lone, exact_pairs

@@ -11,11 +11,11 @@ Source: Kimi Linear, arXiv:2510.26692, section 3; the transposed form is derived
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import join_chunks, split_chunks, unpack_lower
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence

@@ -9,10 +9,10 @@ Source: as fwd_recurrence, whose body this is.
 from collections.abc import Mapping
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, recurrence_reference
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
 from kda_tl.templates.sm90.outputs import OUTPUTS, OutputConfig, build_recurrence

@@ -1,7 +1,6 @@
 """The end of bwd_gradients: gradients of decays from those of G, then of raw gates and of the gate's parameters."""
 
-import tilelang.language as T
-
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.sm90.gates import load_gates
 from kda_tl.templates.sm90.rows import BC, NB

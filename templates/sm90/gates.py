@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
-
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import RCP_LN2, beta_factor
 from kda_tl.templates.sm90.rows import BC, NB
 

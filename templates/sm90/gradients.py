@@ -8,8 +8,7 @@ fwd_prep.
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
-
+from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.exact import row_of_q
 from kda_tl.templates.sm90.gates import find_anchors, find_steepest, sum_gates
 from kda_tl.templates.sm90.rows import BC, BY_EIGHT, NB
@@ -19,7 +18,6 @@ BT = 64  # tokens a chunk
 PAD = 8  # elements a row in shared memory that the matrix unit does not read: banks of neighbouring rows differ
 
 
-BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 token_of, is_key = BY_EIGHT.token_of, BY_EIGHT.is_key
 
 # TileLang's words for a loop that becomes cp.async, whose end is waited for later
@@ -143,7 +141,7 @@ def compute_pairs(slopes, outer, value_shared, pairs, columns, b_factor, beta, d
     """
     pair = T.alloc_fragment((2 * BT, BT), "float32")
     db = T.alloc_shared((BT,), "float32")
-    T.gemm(outer, value_shared, pair, clear_accum=True, policy=BY_ROWS)
+    T.gemm(outer, value_shared, pair, clear_accum=True, policy=T.BY_ROWS)
     mask_pairs(pair, db)
     T.copy(pair, pairs)
     for a, column in enumerate(columns):
@@ -161,11 +159,11 @@ def compute_pairs(slopes, outer, value_shared, pairs, columns, b_factor, beta, d
 def sum_rows(gate, outer, state_shared, columns, keys, links, row_sum):
     """What rows of q and of k add: the product with the state, and all keys before them, from anchor to anchor."""
     KP = row_sum.shape[1]
-    T.gemm(outer, state_shared, row_sum, clear_accum=True, policy=BY_ROWS)
+    T.gemm(outer, state_shared, row_sum, clear_accum=True, policy=T.BY_ROWS)
     for r, c in T.Parallel(2 * BT, KP):
         row_sum[r, c] = row_sum[r, c] * T.if_then_else(is_key(r) == 0, links[0, c], -links[0, c])
     for a, column in enumerate(columns):
-        T.gemm(column, keys[a, :, :], row_sum, policy=BY_ROWS)
+        T.gemm(column, keys[a, :, :], row_sum, policy=T.BY_ROWS)
         if a < NB - 1:
             for r, c in T.Parallel(2 * BT, KP):
                 row_sum[r, c] = gate.move(row_sum[r, c], T.if_then_else(r // (2 * BC) > a, links[a + 1, c], 1.0))
@@ -180,7 +178,7 @@ def sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_
     """
     KP, f32 = key_sum.shape[1], "float32"
     grown = T.alloc_shared((BT, KP + PAD), f32)
-    T.gemm(known.values, known.dstate, key_sum, transpose_A=True, clear_accum=True, policy=BY_COLUMNS)
+    T.gemm(known.values, known.dstate, key_sum, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
     for i, c in T.Parallel(BT, KP):
         grown[i, c] = key_sum[i, c] * T.cast(keys[i // BC, i % BC, c], f32) * tails[i // BC, c]
     T.clear(of_states)
@@ -195,7 +193,7 @@ def sum_keys(gate, known, pairs, rows, keys, links, tails, key_sum, of_keys, of_
     for b in tuple(reversed(range(NB))):
         for i, c in T.Parallel(BT, KP):
             key_sum[i, c] = gate.move(key_sum[i, c], T.if_then_else(i // BC < b + 1, links[b + 1, c], 1.0))
-        T.gemm(pairs[b * 2 * BC : (b + 1) * 2 * BC, :], rows[b, :, :], key_sum, transpose_A=True, policy=BY_COLUMNS)
+        T.gemm(pairs[b * 2 * BC : (b + 1) * 2 * BC, :], rows[b, :, :], key_sum, transpose_A=True, policy=T.BY_COLUMNS)
     return grown
 
 

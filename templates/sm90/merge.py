@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import tilelang.language as T
-
 from kda_tl.core.stage import Case, Cost, tunable
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.hopper import HopperConfig, count_bytes
 

@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import tilelang.language as T
-
 from kda_tl.core.stage import Case, tunable
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
 from kda_tl.templates.sm90.recurrence import (
@@ -65,7 +64,6 @@ PART = 64  # channels of a wider state that are rounded at once
 REGISTERS = 232  # a multiplying thread's: two groups with it and a loader's have what a multiprocessor has
 WIDE_REGISTERS = 248  # of one group: with 232, ptxas (CUDA 13.0) waits after each product of a state of 256 channels
 LOADER_REGISTERS = 40
-BY_ROWS = T.GemmWarpPolicy.FullRow
 
 
 def part_width(KP: int) -> int:
@@ -119,7 +117,7 @@ def issue_values(z, r, tiles, group, slot):
     """V^T, and where the state is rounded whole S^T k_neg^T, on their way."""
     issue_transposed(tiles.v[group], tiles.identity, slot, r.value)
     if z.rounds_whole:
-        T.wgmma_gemm(r.state_io, tiles.k_neg[0][slot, :, :], r.value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(r.state_io, tiles.k_neg[0][slot, :, :], r.value, transpose_B=True, policy=T.BY_ROWS)
 
 
 @T.macro
@@ -128,17 +126,17 @@ def multiply_parts(r, k_neg, qg, slot):
     for m, part in enumerate(r.state):
         T.wait_wgmma(0)  # the registers of the part before are free
         T.copy(part, r.state_io)
-        T.wgmma_gemm(r.state_io, k_neg[m][slot, :, :], r.value, transpose_B=True, policy=BY_ROWS)
-        T.wgmma_gemm(r.state_io, qg[m][slot, :, :], r.output, transpose_B=True, clear_accum=m == 0, policy=BY_ROWS)
+        T.wgmma_gemm(r.state_io, k_neg[m][slot, :, :], r.value, transpose_B=True, policy=T.BY_ROWS)
+        T.wgmma_gemm(r.state_io, qg[m][slot, :, :], r.output, transpose_B=True, clear_accum=m == 0, policy=T.BY_ROWS)
 
 
 @T.macro
 def compute_values(z, r, tiles, rest_slot):
     """V'^T, rounded, while the state decays and S^T qg^T is on its way."""
-    T.wgmma_gemm(r.value_io, tiles.A[rest_slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.A[rest_slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     if z.rounds_whole:
         T.wgmma_gemm(
-            r.state_io, tiles.qg[0][rest_slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=BY_ROWS
+            r.state_io, tiles.qg[0][rest_slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=T.BY_ROWS
         )
     for m, part in enumerate(r.state):
         for i, j in T.Parallel(ROWS, z.width):
@@ -152,8 +150,8 @@ def compute_values(z, r, tiles, rest_slot):
 def compute_output(z, r, tiles, rest_slot):
     """The state after the chunk, and its output."""
     for m, part in enumerate(r.state):
-        T.wgmma_gemm(r.value_io, tiles.kg[m][rest_slot, :, :], part, policy=BY_ROWS)
-    T.wgmma_gemm(r.value_io, tiles.Aqk[rest_slot, :, :], r.output, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(r.value_io, tiles.kg[m][rest_slot, :, :], part, policy=T.BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.Aqk[rest_slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
     # Products may not stay under way across the loop's end: ptxas (CUDA 13.0) then waits after every single one.
     T.wait_wgmma(1)
     for part in r.state:

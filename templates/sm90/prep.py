@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
-
+from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.gates import find_anchors, find_steepest, find_step, sum_gates
 from kda_tl.templates.sm90.rows import BC, LATER_FIRST, NB
 from kda_tl.templates.sm90.warp import find_norms

@@ -10,13 +10,11 @@ in the registers of those that multiply, which spares prep a product.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import tilelang.language as T
 import torch
-from tilelang import tvm
-from tilelang.layout import make_half_bank_swizzled_layout
 
 from kda_tl.core.stage import Case, Operands, tunable
 from kda_tl.templates.common.chunks import unpack_lower
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.hopper import HopperConfig
 
@@ -116,6 +114,8 @@ def name_tiles(name: str, tiles: list[Any]) -> list[Any]:
 
     Where names are equal TileLang 0.1.15 lays tiles into shared memory in an order that changes from build to build.
     """
+    from tilelang import tvm
+
     for m, tile in enumerate(tiles):
         tvm.script.ir_builder.IRBuilder.name(f"{name}_{m}", tile)
     return tiles
@@ -123,6 +123,8 @@ def name_tiles(name: str, tiles: list[Any]) -> list[Any]:
 
 def layout_lower(*tiles: Any) -> dict[Any, Any]:
     """Layouts of tiles ``[stages, BT, BT]`` whose halves are loaded apart: each is 32 columns of 64 bytes a row."""
+    from tilelang.layout import make_half_bank_swizzled_layout
+
     return {tile: make_half_bank_swizzled_layout(tile) for tile in tiles}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang.language as T
+from kda_tl.templates.common.language import T
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, at_state
 from kda_tl.templates.sm90.hopper import count_bytes
 from kda_tl.templates.sm90.recurrence import (
@@ -29,7 +29,6 @@ from kda_tl.templates.sm90.recurrence import (
 )
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.walk import (
-    BY_ROWS,
     Walk,
     alloc_tiles,
     decay_state,
@@ -108,12 +107,12 @@ def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
         slot, phase = ring.place_to_read(c)
         ring.wait(slot, phase)
         issue_transposed(tiles.x, tiles.Aqk[0, :, :], slot, value)
-        T.wgmma_gemm(state_io, tiles.k_neg[slot, :, :], value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(state_io, tiles.k_neg[slot, :, :], value, transpose_B=True, policy=T.BY_ROWS)
         finish_values(value, value_io)
-        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
         decay_state(state, tiles.decay, slot)
         finish_values(value, value_io)
-        T.wgmma_gemm(value_io, tiles.kg[slot, :, :], state, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.kg[slot, :, :], state, policy=T.BY_ROWS)
         stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
         store_tiles((state_io, value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
         T.wait_wgmma(0)

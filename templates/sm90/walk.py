@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.core.stage import Operands
 from kda_tl.templates.common.chunks import unpack_lower
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE
 from kda_tl.templates.sm90.recurrence import finish_values, load_lower, load_values, store_output
 
 BARRIER = 1  # a named one, of the threads that multiply
-BY_ROWS = T.GemmWarpPolicy.FullRow
 
 
 def step_back_reference(
@@ -141,19 +140,19 @@ def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
         i_c = w.chunks - 1 - c
         ring.wait(slot, phase)
         T.wgmma_gemm(
-            tiles.x[slot, :, :], tiles.Aqk[slot, :, :], value, transpose_A=True, clear_accum=True, policy=BY_ROWS
+            tiles.x[slot, :, :], tiles.Aqk[slot, :, :], value, transpose_A=True, clear_accum=True, policy=T.BY_ROWS
         )
-        T.wgmma_gemm(state_io, tiles.kg[slot, :, :], value, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(state_io, tiles.kg[slot, :, :], value, transpose_B=True, policy=T.BY_ROWS)
         finish_values(value, value_io)
-        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, clear_accum=True, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, clear_accum=True, policy=T.BY_ROWS)
         if kept is not None:
             store_tiles((state_io,), (kept.state_shared,), (kept.state,), w.first + i_c, w.i_h, w.v0, config.consumers)
         decay_state(state, tiles.decay, slot)
-        T.wgmma_gemm(tiles.x[slot, :, :], tiles.qg[slot, :, :], state, transpose_A=True, policy=BY_ROWS)
+        T.wgmma_gemm(tiles.x[slot, :, :], tiles.qg[slot, :, :], state, transpose_A=True, policy=T.BY_ROWS)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(value, num_regs=BT // 2)
         T.copy(value, value_io)
-        T.wgmma_gemm(value_io, tiles.k_neg[slot, :, :], state, policy=BY_ROWS)
+        T.wgmma_gemm(value_io, tiles.k_neg[slot, :, :], state, policy=T.BY_ROWS)
         if kept is not None:
             store_output(value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
         T.wait_wgmma(0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import tilelang.language as T
-
+from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import L2NORM_EPS
 
 

@@ -77,10 +77,12 @@ def test_without_tilelang_what_needs_no_kernel_works(tmp_path: Path) -> None:
         "--version",
         "show",
         "explain --workload cpu-safe-K32 --gpu cpu",
+        "explain --workload safe-T8192-H32 --gpu nvidia_h200",
+        "show --pipeline prep_recurrence --workload safe-T8192-H32 --gpu nvidia_h200",
+        "db validate",
         *(f"{name} --help" for name in COMMANDS),
     ]
-    stops = ["source fwd_gate --gpu cpu", "bench --gpu cpu", "verify --gpu cpu", "db validate"]
-    stops += [f"tune --gpu cpu --db {tmp_path}", "explain --workload safe-T8192-H32 --gpu nvidia_h200"]
+    stops = ["source fwd_gate --gpu cpu", "bench --gpu cpu", "verify --gpu cpu", f"tune --gpu cpu --db {tmp_path}"]
     done = spawn(sys.executable, "-c", WITHOUT_TILELANG, json.dumps([*works, *stops, "doctor --json"]), str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

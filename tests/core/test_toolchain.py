@@ -27,6 +27,8 @@ GATE = templates.load("fwd_gate")
 @pytest.fixture
 def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that TileLang is to use and cannot: below a file, since permissions do not stop root."""
+    import tilelang  # noqa: F401 (its import would refuse the folder)
+
     (tmp_path / "file").touch()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

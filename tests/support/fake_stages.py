@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tilelang.language as T
 import torch
 
 from kda_tl.bench.fixtures import StageFixture
@@ -14,6 +13,7 @@ from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import cpu_device
 from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, tunable
+from kda_tl.templates.common.language import T
 from kda_tl.tune.events import OnEvent
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.session import Run, load_known
