@@ -40,7 +40,7 @@ help:
 	@echo 'make setup   only the set-up, in $(VENV)'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy on an installed copy'
-	@echo 'make verify  every shipped plan: those of the CPU target against the reference, those of the H200 and H100 compiled'
+	@echo 'make verify  every shipped plan: those of the CPU target against the reference, those of Hopper's GPUs compiled'
 	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
 	@echo 'make mutants break the code in some 190 places, one at a time, and list what no test notices: half an hour'
 	@echo 'make format  let ruff format and fix'
@@ -100,8 +100,7 @@ verify-cpu: setup
 	@$(BIN)/kda-tl verify --gpu cpu
 
 verify-hopper: setup
-	@$(BIN)/kda-tl verify --gpu h200 --static
-	@$(BIN)/kda-tl verify --gpu h100 --static
+	@$(BIN)/kda-tl verify --gpu hopper --static
 
 unit: setup
 	@$(BIN)/python -m pytest -m 'not gpu' --part=test $(PYTEST_FLAGS)

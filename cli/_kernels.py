@@ -27,19 +27,19 @@ REMEDY = "their kernels differ, or no hash tells what they were; run `kda-tl tun
 
 
 def check_compiles(
-    subjects: Sequence[Subject], device: Device, jobs: int | None, terminal: Terminal, *, static: bool
+    subjects: Sequence[tuple[Device, Subject]], jobs: int | None, terminal: Terminal, *, static: bool
 ) -> Iterator[Finding]:
-    """One finding a plan; TileLang's disk cache then holds the kernels.
+    """One finding a plan; TileLang's disk cache then holds the kernels, once for devices that share them.
 
     With ``static`` nothing will run: of kernels that differ in the number of heads only, one constant, the first stands
     for all, and the workload's own flags for others. ``jobs`` is the number of processes, one a core unless given.
     """
-    wanted = [{_identify(job, any_heads=static): job for job in _list_jobs(s, device, static)} for s in subjects]
+    wanted = [{_identify(job, any_heads=static): job for job in _list_jobs(s, d, static)} for d, s in subjects]
     kernels: dict[Any, CompileJob] = {}
     for key, job in (item for each in wanted for item in each.items()):
         kernels.setdefault(key, job)
     results = _run(kernels, jobs, terminal)
-    for subject, each in zip(subjects, wanted, strict=True):
+    for (_, subject), each in zip(subjects, wanted, strict=True):
         details = [one_line(results[key]) for key in each if isinstance(results.get(key), WorkerFailure)]
         yield Finding(subject=subject.name, check="compiles", passed=not details, detail=" ".join(details))
 

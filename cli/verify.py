@@ -37,29 +37,29 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     packaged = (database for database in sources() if database.name == "packaged")
     database = next(packaged) if args.db is None else load_directory(args.db)
     findings = list(_check_files(database, devices, args, terminal))
+    subjects: list[tuple[Device, Subject]] = []
     for device in devices:
         require_compiler(device)
         stored = list(stored_subjects(database, device, chosen))
         findings += [found for found in stored if isinstance(found, Finding)]
-        subjects = list(default_subjects(device, chosen, static=args.static))
-        subjects += [found for found in stored if isinstance(found, Subject)]
-        subjects += served_subjects(database, device, chosen)
-        count = format_count(len(subjects), "plan")
-        terminal.note(f"{device.slug} ({device.arch}): {count}, defaults among them.")
-        findings += _check_device(subjects, device, args, terminal)
+        mine = list(default_subjects(device, chosen, static=args.static))
+        mine += [found for found in stored if isinstance(found, Subject)]
+        mine += served_subjects(database, device, chosen)
+        terminal.note(f"{device.slug} ({device.arch}): {format_count(len(mine), 'plan')}, defaults among them.")
+        subjects += [(device, subject) for subject in mine]
+    if args.static or devices[0].kind == "cuda":  # a GPU's kernels take seconds each
+        findings += check_compiles(subjects, args.jobs, terminal, static=args.static)
+    if not args.static:
+        findings += _check_runs([subject for _, subject in subjects], devices[0], args, terminal)
     failed = [finding for finding in findings if not finding.passed]
     values = {"gpu": [device.slug for device in devices], "passed": not failed, "checks": findings}
     terminal.show(values, *_tables(findings), f"{len(findings) - len(failed)} of {len(findings)} checks passed.")
     return ExitCode.REGRESSION if failed else ExitCode.OK
 
 
-def _check_device(
+def _check_runs(
     subjects: Sequence[Subject], device: Device, args: argparse.Namespace, terminal: Terminal
 ) -> Iterator[Finding]:
-    if args.static or device.kind == "cuda":  # a GPU's kernels take seconds each
-        yield from check_compiles(subjects, device, args.jobs, terminal, static=args.static)
-    if args.static:
-        return
     for number, subject in enumerate(subjects, start=1):
         terminal.note(f"  {number:>2} of {len(subjects)}  {subject.name}")
         yield from _check_subject(subject, device)

@@ -80,5 +80,6 @@ def test_verify_fails_the_plans_whose_kernels_do_not_compile(monkeypatch: pytest
     subjects = [Subject(name=w.name, workload=w, plan=default_plan(w.problem(), device)) for w in workloads]
     failure = WorkerFailure("nvcc said no.")
     monkeypatch.setattr(_kernels, "_run", lambda kernels, *_: {next(iter(kernels)): failure})
-    found = list(_kernels.check_compiles(subjects, device, 1, None, static=True))  # type: ignore[arg-type]
+    pairs = [(device, subject) for subject in subjects]
+    found = list(_kernels.check_compiles(pairs, 1, None, static=True))  # type: ignore[arg-type]
     assert [(f.subject, f.passed, f.detail) for f in found] == [("K64", False, "nvcc said no."), ("K128", True, "")]
