@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kda_tl.core.device import Device
 
 SEED_VARIABLE = "KDA_TL_TEST_SEED"
+# In the environment, so that worker processes of a parallel run draw from the same seed. Here, and not when pytest is
+# configured: conftest files of folders that the command names are imported before, and draw.
+os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
 # Files that take minutes begin first, or a process would be left with one of them at the end
 LONGEST = (
     "test_autograd.py",
@@ -48,8 +51,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # Ignored where tests run in the background, and so by the processes that they start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # In the environment, so that worker processes of a parallel run draw from the same seed.
-    os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

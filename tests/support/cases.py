@@ -208,11 +208,10 @@ class Call:
     def gradient_errors(self, found: Mapping[str, Tensor | None], tolerance: float) -> dict[str, float]:
         """Relative error of each gradient, by the name of its tensor; those the problem lacks must be None.
 
-        The gradients of beta, of A_log and of a gate that a head's channels share are sums of terms of either sign, a
-        token's and a head's into one number. Where they cancel, the size of the sum says nothing of how exact it can
-        be, so an error above the tolerance is judged relative to the terms: of dbeta and of such a dg their norm; of
-        dA_log, whose terms hold dg, a running sum with errors of one sign along the tokens, the norm of each channel's
-        absolute sum.
+        The gradients of beta, of A_log, of dt_bias and of a gate that a head's channels share are sums of terms of
+        either sign. Where they cancel, the size of the sum says nothing of how exact it can be, so an error above the
+        tolerance is judged relative to the terms: of dbeta and of such a dg their norm; of dA_log and ddt_bias, whose
+        terms hold dg, a running sum with errors of one sign along the tokens, the norm of each channel's absolute sum.
         """
         truth, errors = self.gradients(), {}
         for name, grad in found.items():
@@ -221,14 +220,16 @@ class Call:
             if grad is None or expected is None:
                 continue
             errors[name] = relative_error(grad.flatten(), expected.flatten())
-            sums = ("beta", "A_log", "g") if self.problem.scalar_gate else ("beta", "A_log")
+            sums = ("beta", "A_log", "dt_bias", "g") if self.problem.scalar_gate else ("beta", "A_log", "dt_bias")
             if name in sums and tolerance <= errors[name] < inf:
                 dg = self.gate_terms() if self.problem.scalar_gate else truth["dg"]
                 assert dg is not None
                 if name == "beta":
                     terms = self.beta_terms()
+                elif name == "g":
+                    terms = dg
                 else:
-                    terms = dg if name == "g" else self.slope_terms(dg).abs().sum(0)
+                    terms = (dg if name == "dt_bias" else self.slope_terms(dg)).abs().sum(0)
                 size = float(expected.norm())
                 errors[name] *= (size or 1.0) / (max(size, float(terms.norm())) or 1.0)
         return errors
