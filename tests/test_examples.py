@@ -75,6 +75,7 @@ def test_runs(path: Path, tmp_path: Path) -> None:
     assert_fact(path.stem, done.stdout)
 
 
+@pytest.mark.rest
 def test_the_other_operator_trains(tmp_path: Path) -> None:
     done = run(tmp_path, str(ROOT / "examples" / "train_step.py"), "--operator", "chunk_gated_delta_rule")
     assert done.returncode == 0, done.stderr

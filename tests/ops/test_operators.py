@@ -52,6 +52,7 @@ def draw_served(operator: Operator, gate: str) -> Problem:
 
 
 @needs_compiler
+@pytest.mark.rest(draws=1, per="name")
 @pytest.mark.parametrize("gate", ("softplus", "log"))
 @pytest.mark.parametrize("name", load_all())
 def test_both_passes_equal_the_recurrence(name: str, gate: str, seed: int) -> None:

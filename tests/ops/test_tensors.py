@@ -235,7 +235,7 @@ def test_autocast_casts_mixed_dtypes(
         (one,), (other,) = (
             torch.autograd.grad(x.sum(), y[name], retain_graph=True) for x, y in ((found, mixed), (o, expected))
         )
-        assert one.dtype == mixed[name].dtype and torch.equal(one.bfloat16(), other)
+        assert one.dtype == mixed[name].dtype and torch.equal(one, other.to(one.dtype))  # fp16 ends at 2^-24
 
 
 def test_no_tokens_give_zeros(seed: int) -> None:
