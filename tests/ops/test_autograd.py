@@ -85,21 +85,31 @@ def test_terms_of_the_slope_are_what_autograd_sums(gate: str, has_dt_bias: bool,
 
 @pytest.mark.parametrize("state_v_first", (False, True))
 @pytest.mark.parametrize("initial_state", (False, True))
-def test_terms_of_beta_are_what_autograd_sums(initial_state: bool, state_v_first: bool, seed: int) -> None:
+@pytest.mark.parametrize("gates", ({"gate": "softplus"}, LOG), ids=("softplus", "log"))
+@pytest.mark.parametrize("scalar_gate", (False, True), ids=("channels", "scalar"))
+def test_terms_of_value_channels_are_what_autograd_sums(
+    scalar_gate: bool, gates: dict[str, Any], initial_state: bool, state_v_first: bool, seed: int
+) -> None:
     """The judge's own check, in float64."""
-    problem = replace(SMALL, H=2, HV=4, initial_state=initial_state, state_v_first=state_v_first)
-    call = draw_backward(draw_call(problem, (20, 0, 1), seed), seed)
-    truth = call.gradients()["dbeta"]
-    assert truth is not None and relative_error(call.beta_terms().sum(2), truth) < 1e-10
+    fixed: dict[str, Any] = {"initial_state": initial_state, "state_v_first": state_v_first, "scalar_gate": scalar_gate}
+    call = draw_backward(draw_call(replace(SMALL, H=2, HV=4, **fixed, **gates), (20, 0, 1), seed), seed)
+    truth, (dbeta, dg) = call.gradients(), call.value_terms()
+    sums = {"dbeta": dbeta.sum(2), "dg": dg.sum((2, 3)) if scalar_gate else dg.sum(2)}
+    for name, found in sums.items():
+        expected = truth[name]
+        assert expected is not None and relative_error(found.flatten(), expected.flatten()) < 1e-10
 
 
-@pytest.mark.parametrize("gate", ("softplus", "log"))
-def test_terms_of_a_shared_gate_are_what_autograd_sums(gate: str, seed: int) -> None:
-    """The judge's own check, in float64."""
-    gates: dict[str, Any] = LOG if gate == "log" else {"gate": gate}
-    call = draw_backward(draw_call(replace(SMALL, H=2, HV=4, scalar_gate=True, **gates), (20, 0, 1), seed), seed)
-    truth = call.gradients()["dg"]
-    assert truth is not None and relative_error(call.gate_terms().sum(2, keepdim=True), truth) < 1e-10
+def test_errors_are_judged_by_terms_that_cancel(seed: int) -> None:
+    """One that is off by a tenth of its terms, however small it is itself; of a gradient that is larger, by less."""
+    call = draw_backward(draw_call(SMALL, (20, 0, 1), seed), seed)
+    truth = call.gradients()
+    for name in ("beta", "g", "A_log", "dt_bias"):
+        expected = truth[f"d{name}"]
+        assert expected is not None
+        ratio = call.size_of_terms(name) / float(expected.norm())
+        (error,) = call.gradient_errors({name: expected * (1 + 0.1 * ratio)}, 1e-2).values()
+        assert error == pytest.approx(0.1 * min(1.0, ratio))
 
 
 @pytest.mark.parametrize("T", (1, 15, 63, 64, 65, 130))
