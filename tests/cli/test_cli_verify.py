@@ -287,3 +287,11 @@ def test_no_compiler_is_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kda_tl.runtime.compile.find_compiler", lambda device: None)
     code, _, err = run("verify", "--gpu", "cpu")
     assert code == 3 and "install a C++ compiler" in err
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(900)  # some 25 kernels of 5 to 30 s each
+def test_every_packaged_plan_compiles(run: Run) -> None:
+    """``make test`` compiles those of two workloads."""
+    code, out, _ = run("verify", "--gpu", "hopper", "--static", "--json")
+    assert code == 0 and len(json.loads(out)["checks"]) > 100
