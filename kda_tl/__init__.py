@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kda_tl.ops.entry import explain
     from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn
     from kda_tl.ops.kda import chunk_kda
+    from kda_tl.ops.memory import workspace_bytes
     from kda_tl.runtime.dispatch import pin
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "fla",
     "pin",
     "use",
+    "workspace_bytes",
 ]
 
 # Loaded at first use, so that `kda-tl --help` and the submodules without tensors do not wait for torch.
@@ -55,6 +57,7 @@ _LAZY = {
     "explain": "kda_tl.ops.entry",
     "pin": "kda_tl.runtime.dispatch",
     "use": "kda_tl.database.store",
+    "workspace_bytes": "kda_tl.ops.memory",
 }
 
 

@@ -14,6 +14,7 @@ from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import operand_shapes
 from kda_tl.core.plain import Signature, align, check_gradient, check_memory, describe
 from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops.operator import Args, Bounds, Operator
 from kda_tl.reference import recurrent_kda
@@ -177,14 +178,21 @@ class Backward(NamedTuple):
 
 
 def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
-    """The backward of a call, chosen with its forward: pins and overlays hold where the operator is called.
+    """The backward of a call, chosen with its forward: see :func:`choose_backward_of`."""
+    return choose_backward_of(bound.problem, bound.device, bound.chunk_size, bound.choice.plan, keep)
+
+
+def choose_backward_of(
+    problem: Problem, device: Device, chunk_size: int | None, forward: Plan | None, keep: bool = False
+) -> Backward:
+    """The backward of a problem, chosen with its forward: pins and overlays hold where the operator is called.
 
     With ``keep`` it begins from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so
     itself. Raises InputError if the pinned plan cuts others.
     """
-    problem, forward = _reverse(bound.problem), bound.choice.plan
-    asked = bound.chunk_size and _choose_chunks(problem, bound.device, bound.chunk_size, context())
-    choice = asked or select_cached(problem, bound.device)  # a hint: the backward may have room for shorter chunks only
+    problem = _reverse(problem)
+    asked = chunk_size and _choose_chunks(problem, device, chunk_size, context())
+    choice = asked or select_cached(problem, device)  # a hint: the backward may have room for shorter chunks only
     if forward is None or choice.plan is None or not (keep or choice.plan.kept):
         return Backward(choice)
     resumable: PlanSelection | None = choice
@@ -197,7 +205,7 @@ def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
                 f" and the forward BT={forward.BT}: pass chunk_size={choice.plan.BT}, pin plans of one BT, or leave"
                 " disable_recompute out."
             )
-        resumable = _choose_chunks(problem, bound.device, forward.BT, context())
+        resumable = _choose_chunks(problem, device, forward.BT, context())
     if resumable is None or resumable.plan is None:
         return Backward(choice)
     from kda_tl.templates.pipelines import PIPELINES
@@ -229,7 +237,7 @@ def run_backward(
     A ``do`` of None stands for zeros, without ``dht`` nothing depends on the final state, and without residuals, those
     of :func:`run_with_residuals`, they are computed again.
     """
-    p, (shape, dtype), where = _backward_problem(bound.problem, dht is not None), bound.like, bound.where
+    p, (shape, dtype), where = backward_problem(bound.problem, dht is not None), bound.like, bound.where
     program = build_program(backward.choice.plan, p, bound.device, from_residuals=residuals is not None)
     compute, tables = _bind(program, bound.bounds, where)
     if do is None:
@@ -246,7 +254,7 @@ def run_backward(
 
 
 @functools.lru_cache(maxsize=512)
-def _backward_problem(problem: Problem, final_state: bool) -> Problem:
+def backward_problem(problem: Problem, final_state: bool) -> Problem:
     """What a backward's kernels are compiled for."""
     return replace(_reverse(problem), final_state=final_state).without_lengths()
 

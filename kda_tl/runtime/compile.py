@@ -70,6 +70,12 @@ class Slot:
         return tuple(dim if isinstance(dim, int) else dim_size(dim, sizes) for dim in self.dims)
 
 
+def slots_of(stage: Stage, case: Case) -> tuple[Slot, ...]:
+    """The tensor parameters of a stage's kernels: its inputs, then its outputs. Nothing is compiled for them."""
+    tensors = {**stage.inputs, **stage.outputs}
+    return tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
+
+
 class Kernel:
     """A compiled stage: ``slots`` are the stage's inputs, then its outputs; ``jit`` is TileLang's kernel.
 
@@ -78,8 +84,7 @@ class Kernel:
 
     def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
         self.stage, self.case, self.config, self.jit = stage, case, config, jit
-        tensors = {**stage.inputs, **stage.outputs}
-        self.slots = tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
+        self.slots = slots_of(stage, case)
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:

@@ -12,11 +12,27 @@ from kda_tl.core.device import Device
 from kda_tl.core.pipeline import Flow, Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan, Stage
-from kda_tl.runtime.compile import Kernel, compile_stage
-from kda_tl.runtime.replay import Replay, trace
+from kda_tl.runtime.compile import Kernel, compile_stage, slots_of
+from kda_tl.runtime.replay import Recording, Replay, trace
 
 Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
 _REPLAYS_LIMIT = 256  # sizes a program remembers
+
+
+def record(
+    plan: Plan,
+    problem: Problem,
+    device: Device,
+    sizes: Mapping[str, int],
+    results: Sequence[str] | None = None,
+    given: Sequence[str] = (),
+) -> Recording:
+    """What a plan launches for one size, without its kernels: nothing is compiled. See :meth:`Program.bind`."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+    flow = PIPELINES[plan.pipeline].flow(case.problem, results, given)
+    return trace(flow, {stage.name: slots_of(stage, case) for stage in flow.stages}, sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +86,9 @@ class Program:
         if found is None:
             if len(self._replays) >= _REPLAYS_LIMIT:
                 self._replays.clear()
-            recording = trace(self.flow(results), self.kernels, sizes)
-            found = self._replays[key] = Replay(recording, device, dict(views))
+            slots = {name: kernel.slots for name, kernel in self.kernels.items()}
+            recording = trace(self.flow(results), slots, sizes)
+            found = self._replays[key] = Replay(recording, self.kernels, device, dict(views))
         return found
 
     def run(

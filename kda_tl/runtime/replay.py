@@ -36,20 +36,29 @@ class Value:
 
 
 class Recording(NamedTuple):
-    """What a pass does for one size. A launch is a kernel and its tensors, in the order of the kernel's slots."""
+    """What a pass does for one size. A launch is a stage's name and its tensors, in the order of the stage's slots."""
 
     sizes: Mapping[str, int]
-    launches: list[tuple[Kernel, list[Value]]]
+    launches: list[tuple[str, list[Value]]]
     results: Mapping[str, Value | None]
 
+    @property
+    def values(self) -> list[Value]:
+        """Every tensor once."""
+        return list(dict.fromkeys(value for _, tensors in self.launches for value in tensors))
 
-def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -> Recording:
-    """Follows a flow with values in the place of tensors."""
-    launches: list[tuple[Kernel, list[Value]]] = []
+    def count_bytes(self, value: Value) -> int:
+        """Size of a tensor."""
+        return math.prod(value.slot.shape(self.sizes)) * value.slot.dtype.itemsize
+
+
+def trace(flow: Flow, slots: Mapping[str, Sequence[Slot]], sizes: Mapping[str, int]) -> Recording:
+    """Follows a flow with values in the place of tensors; ``slots`` are those of each stage by its name."""
+    launches: list[tuple[str, list[Value]]] = []
     environment: dict[str, Value] = {}
     for number, stage in enumerate(flow.stages):
-        kernel, tensors = kernels[stage.name], []
-        for slot in kernel.slots:
+        tensors = []
+        for slot in slots[stage.name]:
             role = "absent" if not slot.present else "made" if slot.written else "given"
             value = Value(slot.name, role, slot, born=number)
             if role == "made":
@@ -58,7 +67,7 @@ def trace(flow: Flow, kernels: Mapping[str, Kernel], sizes: Mapping[str, int]) -
                 value = environment.setdefault(slot.name, value)
             value.slot, value.dies = slot, number
             tensors.append(value)
-        launches.append((kernel, tensors))
+        launches.append((stage.name, tensors))
     return Recording(sizes, launches, {name: environment.get(name) for name in flow.results})
 
 
@@ -79,6 +88,22 @@ def place(sizes_bytes: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple
     return offsets, max((offsets[i] + sizes_bytes[i] for i in placed), default=0)
 
 
+class Workspace(NamedTuple):
+    """Where the intermediates of a pass lie: values, their offsets in bytes, and how many bytes they take in all."""
+
+    values: list[Value]
+    offsets: list[int]
+    bytes: int
+
+    @classmethod
+    def of(cls, recording: Recording) -> "Workspace":
+        """A place for every tensor that is made and not returned."""
+        returned = [value for value in recording.results.values() if value]
+        inner = [value for value in recording.values if value.role == "made" and value not in returned]
+        sizes = [recording.count_bytes(value) for value in inner]
+        return cls(inner, *place(sizes, [(value.born, value.dies) for value in inner]))
+
+
 class Replay:
     """A recorded pass, called with the operator's arguments by name.
 
@@ -89,18 +114,20 @@ class Replay:
     """
 
     def __init__(
-        self, recording: Recording, device: torch.device, views: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        recording: Recording,
+        kernels: Mapping[str, Kernel],
+        device: torch.device,
+        views: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        slots = {value: value.slot for _, tensors in recording.launches for value in tensors}
+        slots = {value: value.slot for value in recording.values}
         wanted = {name: value for name, value in recording.results.items() if value}
-        inner = [s for s in slots if s.role == "made" and s not in wanted.values()]
+        inner, offsets, self.workspace_bytes = Workspace.of(recording)
         given = [s for s in slots if s.role == "given"]
         absent = [s for s in slots if s.role == "absent"]
         order = [*inner, *given, *wanted.values(), *absent]
         shapes = {value: slot.shape(recording.sizes) for value, slot in slots.items()}
 
-        sizes_bytes = [math.prod(shapes[s]) * slots[s].dtype.itemsize for s in inner]
-        offsets, self.workspace_bytes = place(sizes_bytes, [(s.born, s.dies) for s in inner])
         self._offsets = np.array(offsets, dtype=np.int64)
         self._headers = Headers([(shapes[s], slots[s].dtype) for s in order], device)
         self._inner, rest = np.split(self._headers.addresses, [len(inner)])
@@ -114,7 +141,8 @@ class Replay:
 
         address = {value: self._headers.address(i) for i, value in enumerate(order)}
         self._calls, self._blocks = [], []
-        for kernel, tensors in recording.launches:
+        for name, tensors in recording.launches:
+            kernel = kernels[name]
             numbers = kernel.stage.scalars
             block = Arguments([address[value] for value in tensors], len(numbers))
             self._calls.append((kernel, prepare_call(kernel.function, block)))

@@ -16,7 +16,9 @@ from support.gpu_calls import assert_same_bits, draw, outputs
 from support.gpu_cases import BT, FORWARD, PACKED, WIDE, device, plan_of
 
 import kda_tl
+from kda_tl.core.layout import make_layout
 from kda_tl.ops.kda import chunk_kda
+from kda_tl.ops.memory import workspace_bytes
 from kda_tl.runtime.dispatch import select_cached
 
 pytestmark = [
@@ -95,6 +97,26 @@ def test_warm_call_waits_for_nothing(name: str, seed: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
     for result, truth in zip(results, expected, strict=True):
         assert_same_bits(result, truth)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", ("bf16-safe-K128-V128", "fp32-safe-K60-V100-BT16", "prep-safe-K128-V128"))
+def test_a_call_allocates_its_results_and_what_was_told(name: str, seed: int) -> None:
+    """To the byte, as requested of the allocator; the chunk tables are there from the call before."""
+    BT, _ = FORWARD[name]
+    call = draw(name, PACKED, seed, varlen=True)
+    arguments = operator_arguments(call) | {"chunk_size": BT}
+    told = workspace_bytes(**arguments)
+    tables = make_layout(call.bounds, BT, torch.device("cpu")).tables
+    outputs(arguments)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    results = outputs(arguments)
+    most = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert most == told - sum(x.nbytes for x in tables.values()) + sum(x.nbytes for x in results)
 
 
 # Host time

@@ -21,7 +21,7 @@ from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import RESULTS, Flow, Pipeline
 from kda_tl.core.stage import Case, Operands, Stage
 from kda_tl.errors import LaunchError
-from kda_tl.runtime.compile import Slot
+from kda_tl.runtime.compile import Slot, slots_of
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
 from kda_tl.runtime.replay import ALIGNMENT, Replay, place, trace
 from kda_tl.templates.pipelines import PIPELINES
@@ -74,11 +74,7 @@ class FakeKernel:
     sizes: dict[str, int]
 
     def __post_init__(self) -> None:
-        self.slots = tuple(
-            Slot.of(name, text, self.case, written=tensors is self.stage.outputs)
-            for tensors in (self.stage.inputs, self.stage.outputs)
-            for name, text in tensors.items()
-        )
+        self.slots = slots_of(self.stage, self.case)
         self.function = HostFunction(self.compute)
 
     def compute(self, addresses: list[int], numbers: list[float]) -> None:
@@ -98,6 +94,10 @@ class FakeKernel:
                 tensors[name].copy_(made[name])
 
 
+def make_replay(flow: Flow, kernels: dict[str, Any], sizes: dict[str, int], views: Any = None) -> Replay:
+    return Replay(trace(flow, {name: kernel.slots for name, kernel in kernels.items()}, sizes), kernels, WHERE, views)
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
 def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
     """Whatever the sizes and the tensors that are absent: intermediates never land on one that is still needed."""
@@ -115,7 +115,7 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
         unwanted = rng.choice(((), ("h",), ("dv", "dg")))
         wanted = [name for name in RESULTS[pipeline.direction] if name not in unwanted]
         views = {"o": (1, sizes["tokens"], problem.HV, problem.V)} if pipeline.direction == "fwd" else {}
-        play = Replay(trace(pipeline.flow(case.problem, wanted), kernels, sizes), WHERE, views)
+        play = make_replay(pipeline.flow(case.problem, wanted), kernels, sizes, views)
         for scale, call in zip((0.5, 2.0), calls, strict=True):
             x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
             x = {**x, **layout.tables, "scale": scale}
@@ -149,9 +149,9 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
         kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in stages}
         x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
         x = {**x, **layout.tables}
-        plain = Replay(trace(forward.flow(case.problem, ("o", "ht")), kernels, sizes), WHERE)
+        plain = make_replay(forward.flow(case.problem, ("o", "ht")), kernels, sizes)
         names = dict.fromkeys((*RESULTS["fwd"], *residuals))
-        keep = Replay(trace(forward.flow(case.problem, tuple(names)), kernels, sizes), WHERE)
+        keep = make_replay(forward.flow(case.problem, tuple(names)), kernels, sizes)
         assert keep.workspace_bytes == 0 < plain.workspace_bytes
         expected, out = plain(x), keep(x)
         assert expected.keys() == {"o", "ht"} and out.keys() == names.keys()
@@ -159,8 +159,8 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
         whole, rest = backward.flow(case.problem), backward.flow(case.problem, given=residuals)
         assert makers == {stage.name for stage in whole.stages} - {stage.name for stage in rest.stages}
         own = {stage.name: kernels[stage.name] for stage in rest.stages}
-        found = Replay(trace(rest, own, sizes), WHERE)({**x, **out})
-        for name, truth in Replay(trace(whole, kernels, sizes), WHERE)(x).items():
+        found = make_replay(rest, own, sizes)({**x, **out})
+        for name, truth in make_replay(whole, kernels, sizes)(x).items():
             assert found[name] is truth is None or torch.equal(found[name], truth), name
 
 
@@ -169,7 +169,7 @@ def test_what_nobody_wants_dies_as_an_intermediate(seed: int) -> None:
     call = draw_call(draw_problem(random.Random(seed), K=64, V=64), (200,), seed)
     sizes, pipeline, case = make_layout(call.bounds, 64, WHERE).sizes, PIPELINES["staged"], call.case(CPU, 64, 16)
     kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
-    plays = [Replay(trace(pipeline.flow(case.problem, names), kernels, sizes), WHERE) for names in (("o",), ("o", "h"))]
+    plays = [make_replay(pipeline.flow(case.problem, names), kernels, sizes) for names in (("o",), ("o", "h"))]
     assert plays[0].workspace_bytes > plays[1].workspace_bytes > 0
 
 
@@ -246,7 +246,7 @@ def test_a_refused_launch_says_why(seed: int) -> None:
     sizes = layout.sizes
     kernels: dict[str, Any] = {s.name: FakeKernel(s, call.case(CPU, 64, 16), sizes) for s in pipeline.stages}
     kernels["fwd_wy"].function = HostFunction(refuse)
-    play = Replay(trace(pipeline.flow(call.problem), kernels, sizes), WHERE)
+    play = make_replay(pipeline.flow(call.problem), kernels, sizes)
     x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
     with pytest.raises(LaunchError, match="fwd_wy was not launched: no room for 12 tensors"):
         play({**x, **layout.tables})
@@ -276,7 +276,7 @@ def test_threads_take_turns() -> None:
 
     stage = replace(PIPELINES["staged"].stages[0], name="copy", scalars=())
     kernels: dict[str, Any] = {"copy": Copy(stage)}
-    play = Replay(trace(Flow((stage,), ((),), ("y",)), kernels, {}), WHERE)
+    play = make_replay(Flow((stage,), ((),), ("y",)), kernels, {})
     results: dict[float, torch.Tensor] = {}
 
     def work(value: float) -> None:
