@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kda_tl.errors import (
+    BundleError,
     CompileError,
     DatabaseError,
     DeviceError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BundleError",
     "CompileError",
     "DatabaseError",
     "DeviceError",

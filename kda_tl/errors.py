@@ -25,6 +25,10 @@ class DatabaseError(KdaTlError, RuntimeError):
     """A tuning database cannot be read, written or understood."""
 
 
+class BundleError(KdaTlError, RuntimeError):
+    """A bundle of kernels cannot be read, written or trusted."""
+
+
 class PackageError(KdaTlError, ImportError):
     """A package that kda_tl needs is missing or broken; the message says what to install."""
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Folders and modules of kda_tl, lowest first; those of one floor do not import each other
-ROOMS = "errors | core tuning_db | reference | database templates | runtime | ops | fla | kda_tl | bench | tune | cli"
+ROOMS = "errors | core tuning_db | reference | database templates | runtime | bundle | ops | fla | kda_tl | bench | tune | cli"
 TEMPLATES = "common | portable | sm90 | templates pipelines"
-COMPILES = {"kda_tl.runtime.compile", "kda_tl.core.toolchain"}  # may import tilelang, inside a function
+# may import tilelang, inside a function
+COMPILES = {"kda_tl.runtime.compile", "kda_tl.core.toolchain", "kda_tl.bundle.build"}
 
 FOLDERS = {"kda_tl": "kda_tl"} | {name: f"kda_tl.{name}" for name in ("templates", "tuning_db", "cli")}
 TREES = {

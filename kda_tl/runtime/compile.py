@@ -201,24 +201,29 @@ def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
         stage.build(case, config),
         target=case.device.target,
         execution_backend="cython" if cpu else "auto",
-        pass_configs=_pass_configs(stage, case) or None,
+        pass_configs=pass_configs(stage, case) or None,
         compile_flags=_CPU_FLAGS if cpu else None,
     )
 
 
-def _pass_configs(stage: Stage, case: Case) -> dict[str, Any]:
+def pass_configs(stage: Stage, case: Case) -> dict[str, Any]:
     return {} if case.device.kind == "cpu" else {**_CUDA_PASS_CONFIGS, **stage.passes(case)}
 
 
-def generate_source(stage: Stage, case: Case, config: Config) -> str:
-    """The CUDA or C of a kernel, lowered only: neither its device nor a compiler need be here."""
+def lower(stage: Stage, case: Case, config: Config, **options: Any) -> Any:
+    """A kernel lowered to source, TileLang's artifact: neither its device nor a compiler need be here."""
     import_tilelang()
     import tilelang
     from tilelang import tvm
 
     target = tilelang.backend.target.determine_target(case.device.target, return_object=True)
-    with tvm.transform.PassContext(opt_level=3, config=_pass_configs(stage, case)), target:
-        return str(tilelang.lower(stage.build(case, config), target=target).kernel_source)
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs(stage, case)), target:
+        return tilelang.lower(stage.build(case, config), target=target, **options)
+
+
+def generate_source(stage: Stage, case: Case, config: Config) -> str:
+    """The CUDA or C of a kernel."""
+    return str(lower(stage, case, config).kernel_source)
 
 
 def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
@@ -231,7 +236,7 @@ def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
     case = replace(case, problem=case.problem.without_lengths())
     compiled = _kernels.get((stage.name, case, config))
     source = compiled.source if compiled else generate_source(stage, case, config)
-    text = f"{sorted(_pass_configs(stage, case).items())}\n{number_names(source)}"
+    text = f"{sorted(pass_configs(stage, case).items())}\n{number_names(source)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -1,0 +1,83 @@
+"""What a bundle says of its kernels: a JSON file beside the binaries, read as data, never run.
+
+A kernel is found by what it was built for (:func:`specialisation`), and serves only if the templates that made it are
+those of today (``sources``) and its binary is the one that the manifest names (``sha256``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kda_tl.core.files import read_regular
+from kda_tl.core.stage import Case, Config
+from kda_tl.errors import BundleError
+
+SCHEMA = 1
+NAME = "manifest.json"
+MAX_BYTES = 64 << 20
+_IGNORED = ("tokens", "sequences", "longest", "varlen", "direction", "operator")  # kernels do not depend on them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One kernel.
+
+    Attributes:
+        stage: name of its template.
+        built_for: see :func:`specialisation`.
+        sources: :func:`kda_tl.templates.fingerprint` of the stage when it was built.
+        cuda: :func:`kda_tl.runtime.compile.hash_kernel`.
+        binary, sha256, bytes: a shared library's file name, hash and size.
+        parameters, launch: how the device function is called, as ``launcher.cc`` reads them.
+    """
+
+    stage: str
+    built_for: Mapping[str, Any]
+    sources: str
+    cuda: str
+    binary: str
+    sha256: str
+    bytes: int
+    parameters: str
+    launch: str
+
+
+def specialisation(case: Case, config: Config) -> dict[str, Any]:
+    """What a kernel is built for: the problem without lengths, the device's architecture, chunk sizes and config."""
+    problem = {name: value for name, value in vars(case.problem).items() if name not in _IGNORED}
+    device = {"arch": case.device.arch, "num_sms": case.device.num_sms}
+    return {"problem": problem, "device": device, "BT": case.BT, "BC": case.BC, "config": config.as_dict()}
+
+
+def digest(stage: str, built_for: Mapping[str, Any]) -> str:
+    """A key of a kernel, and the name of its file."""
+    text = json.dumps([stage, built_for], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def write(folder: Path, entries: list[Entry], versions: Mapping[str, str]) -> None:
+    """Writes a manifest: the same entries give the same bytes."""
+    ordered = sorted(entries, key=lambda entry: entry.binary)
+    values = {"schema": SCHEMA, "versions": dict(versions), "kernels": [asdict(entry) for entry in ordered]}
+    part = folder / f"{NAME}.part"
+    part.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    part.replace(folder / NAME)
+
+
+def read(folder: Path) -> dict[str, Entry]:
+    """Entries by :func:`digest`. Raises BundleError for what is no manifest, or one of a newer schema."""
+    path = folder / NAME
+    try:
+        values = json.loads(read_regular(path, MAX_BYTES))
+        schema = values["schema"]
+        if schema > SCHEMA:
+            raise BundleError(f"{path} has schema {schema}, this kda_tl reads up to {SCHEMA}: install a newer kda_tl.")
+        entries = [Entry(**value) for value in values["kernels"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BundleError(f"{path} cannot be used ({type(error).__name__}: {error}): make the bundle anew.") from error
+    return {digest(entry.stage, entry.built_for): entry for entry in entries}
