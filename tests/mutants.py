@@ -79,12 +79,14 @@ class Attempt:
     tests: tuple[str, ...]
     mutation: Mutation | None
     deadline: float
+    whole: str = ""  # the file that was broken, as it was in the copy
 
     def begin(self) -> int:
         """Breaks the copy and starts the tests; returns the child's id."""
         if self.mutation is not None:
             path = self.folder / self.mutation.file
-            path.write_text(path.read_text().replace(self.mutation.old, self.mutation.new))
+            self.whole = path.read_text()
+            path.write_text(self.whole.replace(self.mutation.old, self.mutation.new))
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
@@ -94,8 +96,7 @@ class Attempt:
     def end(self, status: int | None) -> tuple[str, str]:
         """Mends the copy; returns what became of it, and the end of what the tests printed."""
         if self.mutation is not None:
-            path = self.folder / self.mutation.file
-            path.write_text((ROOT / self.mutation.file).read_text())
+            (self.folder / self.mutation.file).write_text(self.whole)
         output = "\n".join((self.folder / OUTPUT).read_text(errors="replace").splitlines()[-12:])
         if status is None:
             return TIMEOUT, output
