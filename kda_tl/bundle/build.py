@@ -13,7 +13,6 @@ from typing import Any
 from kda_tl import templates
 from kda_tl.bundle.manifest import Entry, digest, specialisation
 from kda_tl.core.stage import Case, Config, Stage
-from kda_tl.core.toolchain import import_tilelang
 from kda_tl.errors import CompileError
 from kda_tl.runtime.compile import hash_kernel, lower, pass_configs, require_compiler
 
@@ -30,7 +29,6 @@ __asm__(".section .rodata\\n.balign 16\\n.globl kda_cubin\\n.hidden kda_cubin\\n
 def build_binary(stage: Stage, case: Case, config: Config, folder: Path) -> Entry:
     """Builds a kernel's library into a folder; no GPU need be here. Raises CompileError."""
     require_compiler(case.device)
-    import_tilelang()
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
 
     artifact = lower(stage, case, config, target_host="c", enable_host_codegen=True)

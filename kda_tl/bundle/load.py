@@ -17,7 +17,7 @@ MAX_BINARY_BYTES = 64 << 20
 
 
 class Bundle:
-    """A folder that ``kda-tl compile`` wrote. Raises BundleError if its manifest cannot be used."""
+    """A folder of kernels and their manifest. Raises BundleError if its manifest cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.entries = folder, read(folder)

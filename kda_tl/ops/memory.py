@@ -28,8 +28,8 @@ def workspace_bytes(
 
     These are the intermediates, in one allocation that the pass lets go at its end; the chunk tables, which stay for
     calls of the same lengths; and where ``disable_recompute`` asks a forward for them, what it keeps for the backward.
-    A pass on CUDA allocates nothing else if its tensors are contiguous, begin at multiples of 16 bytes, and A_log,
-    dt_bias and states are fp32: others are copied first. PyTorch's allocator rounds each up, to 512 bytes or more.
+    Copies are not counted: of tensors that are not contiguous or do not begin at a multiple of 16 bytes, and of A_log,
+    dt_bias and states that are not fp32. Neither is what PyTorch's allocator rounds up.
 
     Args:
         args: positional arguments of the operator; or one :class:`kda_tl.core.problem.Problem`, whose sequences are
