@@ -40,7 +40,7 @@ def workspace_bytes(
         kwargs: arguments of the operator by name.
 
     Raises:
-        InputError: as the operator; or a problem with packed sequences, whose lengths it does not tell.
+        InputError: as the operator; or a problem with packed or unequal sequences, whose lengths it does not tell.
         UnsupportedError: no compiler was found, so that the call runs as plain PyTorch.
     """
     if direction not in DIRECTIONS:
@@ -48,8 +48,8 @@ def workspace_bytes(
     trains, keep = direction == "bwd", False
     if args and isinstance(args[0], Problem):
         problem, where = args[0], device or current_device()
-        if problem.varlen:
-            raise InputError("a problem does not tell the lengths of packed sequences: pass the call's arguments.")
+        if problem.varlen or problem.tokens % max(1, problem.sequences):
+            raise InputError("a problem does not tell the lengths of unequal sequences: pass the call's arguments.")
         bounds = dense_bounds(problem.sequences, problem.tokens // max(1, problem.sequences))
         chunk_size = DEFAULT_BT if problem.intermediate_states else None
     else:

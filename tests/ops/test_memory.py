@@ -89,8 +89,12 @@ def test_what_is_kept_counts_in_the_forward(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "told"),
-    [({"direction": "back"}, "direction must be one of fwd, bwd"), ({"varlen": True}, "pass the call's arguments")],
-    ids=["direction", "lengths"],
+    [
+        ({"direction": "back"}, "direction must be one of fwd, bwd"),
+        ({"varlen": True}, "pass the call's"),
+        ({"sequences": 3}, "pass the call's"),
+    ],
+    ids=["direction", "packed", "unequal"],
 )
 def test_refusals(changes: dict[str, Any], told: str) -> None:
     direction = changes.pop("direction", "fwd")
