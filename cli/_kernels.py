@@ -31,10 +31,9 @@ def check_compiles(
 ) -> Iterator[Finding]:
     """One finding a plan; TileLang's disk cache then holds the kernels, once for devices that share them.
 
-    With ``static`` nothing will run: of kernels that differ in the number of heads only, one constant, the first stands
-    for all, and the workload's own flags for others. ``jobs`` is the number of processes, one a core unless given.
+    With ``static`` nothing will run: the workload's own flags stand for others. ``jobs`` is the number of processes, one a core unless given.
     """
-    wanted = [{_identify(job, any_heads=static): job for job in _list_jobs(s, d, static)} for d, s in subjects]
+    wanted = [{_identify(job): job for job in _list_jobs(s, d, static)} for d, s in subjects]
     kernels: dict[Any, CompileJob] = {}
     for key, job in (item for each in wanted for item in each.items()):
         kernels.setdefault(key, job)
@@ -108,12 +107,10 @@ def _list_unproved(file: TuningFile, entry: Entry, version: str) -> dict[str, Ha
     return {name: HashJob(stage=templates.load(name), case=case, config=config) for name, config in configs.items()}
 
 
-def _identify(job: CompileJob | HashJob, *, any_heads: bool = False) -> Any:
-    """Equal for equal kernels: those of both passes, and of GPUs that differ in their names only."""
-    device, problem = replace(job.case.device, slug=""), replace(job.case.problem, direction="fwd")
-    if any_heads:
-        problem = replace(problem, H=1, HV=problem.group)
-    return job.stage.name, replace(job.case, device=device, problem=problem), job.config
+def _identify(job: CompileJob | HashJob) -> Any:
+    """Equal for equal kernels: those of problems that differ in what a stage ignores, of GPUs in their names only."""
+    case = job.stage.specialise(job.case)
+    return job.stage.name, replace(case, device=replace(case.device, slug="")), job.config
 
 
 def _run(kernels: Mapping[Any, CompileJob | HashJob], jobs: int | None, terminal: Terminal) -> dict[Any, Any]:

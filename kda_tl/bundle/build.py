@@ -31,13 +31,13 @@ def build_binary(stage: Stage, case: Case, config: Config, folder: Path) -> Entr
     require_compiler(case.device)
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
 
-    artifact = lower(stage, case, config, target_host="c", enable_host_codegen=True)
+    artifact = lower(stage, stage.specialise(case), config, target_host="c", enable_host_codegen=True)
     (function,) = artifact.device_mod.functions.values()
     name = str(function.attrs["global_symbol"])
     parameters = "".join(map(_letter, function.params))
     launch = "".join(str(_LAUNCH.index(str(tag))) for tag in function.attrs["tirx.kernel_launch_params"])
     cubin = bytes(tilelang_callback_cuda_compile(artifact.kernel_source, artifact.target, pass_configs(stage, case)))
-    built_for = specialisation(case, config)
+    built_for = specialisation(stage, case, config)
     binary = f"{stage.name}-{digest(stage.name, built_for)}.so"
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)

@@ -24,7 +24,7 @@ class Bundle:
 
     def find(self, stage: Stage, case: Case, config: Config) -> Entry | None:
         """The kernel that was built for this by today's templates, if there is one."""
-        entry = self.entries.get(digest(stage.name, specialisation(case, config)))
+        entry = self.entries.get(digest(stage.name, specialisation(stage, case, config)))
         return entry if entry is not None and entry.sources == templates.fingerprint(stage.name) else None
 
     def link(self, entry: Entry) -> Callable[..., Any]:

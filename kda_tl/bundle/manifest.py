@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl.core.files import read_regular
-from kda_tl.core.stage import Case, Config
+from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.errors import BundleError
 
 SCHEMA = 1
 NAME = "manifest.json"
 MAX_BYTES = 64 << 20
-_IGNORED = ("tokens", "sequences", "longest", "varlen", "direction", "operator")  # kernels do not depend on them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +46,9 @@ class Entry:
     launch: str
 
 
-def specialisation(case: Case, config: Config) -> dict[str, Any]:
-    """What a kernel is built for: the problem without lengths, the device's architecture, chunk sizes and config."""
-    problem = {name: value for name, value in vars(case.problem).items() if name not in _IGNORED}
+def specialisation(stage: Stage, case: Case, config: Config) -> dict[str, Any]:
+    """What a kernel is built for: what it depends on of problem and device, chunk sizes and config."""
+    problem = stage.fields_of(case.problem)
     device = {"arch": case.device.arch, "num_sms": case.device.num_sms}
     return {"problem": problem, "device": device, "BT": case.BT, "BC": case.BC, "config": config.as_dict()}
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -126,6 +126,19 @@ class TensorSpec:
         *negation, field_name = when.split() or [""]
         return cls(dims=tuple(dims.split()), dtype=dtype.strip(), when=field_name or None, holds=not negation)
 
+    @property
+    def is_state(self) -> bool:
+        """Whether these are states as a caller has them, [K, V] or [V, K]."""
+        return self.dims == ("N", "HV", "K", "V")
+
+    def fields(self, problem: Problem) -> set[str]:
+        """What of a problem decides the type that a kernel's parameter has: names as in :attr:`Stage.depends`."""
+        found = {name for name in (self.when, _FIELD_OF_DTYPE.get(self.dtype)) if name}
+        if self.present(problem):
+            found |= {name for dim in self.dims for name in _fields_of_dim(dim, problem)}
+            found |= {"state_v_first"} if self.is_state else set()
+        return found
+
     def present(self, problem: Problem) -> bool:
         """Whether the tensor exists for a problem."""
         return self.when is None or bool(getattr(problem, self.when)) is self.holds
@@ -140,6 +153,16 @@ class TensorSpec:
         return by_role[self.dtype]
 
 
+_FIELD_OF_DTYPE = {"io": "dtype", "g": "g_dtype", "beta": "beta_dtype"}
+
+
+def _fields_of_dim(dim: str, problem: Problem) -> tuple[str, ...]:
+    """Fields of a problem that a dimension follows from. Numbers of heads are known at the call, not their relation."""
+    of_gates = ("scalar_gate",) if problem.scalar_gate else ("scalar_gate", "K")
+    by_dim = {"H": ("grouped",), "K": ("K",), "KP": ("K",), "V": ("V",), "VP": ("V",), "G": of_gates, "GP": of_gates}
+    return by_dim.get(dim, ())
+
+
 def dim_size(dim: str, sizes: Mapping[str, int]) -> int:
     """Size of a dimension of a spec: a number, a name, or ``name+1``."""
     if dim.isdigit():
@@ -148,12 +171,16 @@ def dim_size(dim: str, sizes: Mapping[str, int]) -> int:
     return sizes[name] + (int(extra) if extra else 0)
 
 
-def static_sizes(case: Case) -> dict[str, int]:
+def built_sizes(case: Case) -> dict[str, int]:
     """Dimensions known when a kernel is built. LOWER HALF: a lower triangle's two halves, see ``pack_lower``."""
     p = case.problem
-    heads = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "G": p.G}
-    chunk = {"BT": case.BT, "BC": case.BC, "HALF": case.BT // 2, "LOWER": case.BT + case.BT // 2}
-    return heads | {"KP": p.KP, "VP": p.VP, "GP": p.GP} | chunk
+    widths = {"K": p.K, "V": p.V, "G": p.G, "KP": p.KP, "VP": p.VP, "GP": p.GP}
+    return widths | {"BT": case.BT, "BC": case.BC, "HALF": case.BT // 2, "LOWER": case.BT + case.BT // 2}
+
+
+def static_sizes(case: Case) -> dict[str, int]:
+    """Dimensions that all calls of a problem share: those of its kernels, and heads, which kernels are told."""
+    return {"H": case.problem.H, "HV": case.problem.HV} | built_sizes(case)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +194,17 @@ class Cost:
 def no_passes(case: Case) -> dict[str, Any]:
     """Of a kernel that needs no settings of its own; a function with a name, since stages are pickled."""
     return {}
+
+
+# What kernels that ignore these fields see of them; other fields have their defaults
+_ANY_PROBLEM: dict[str, Any] = {
+    "K": 128,
+    "V": 128,
+    "tokens": 0,
+    "dtype": "bf16",
+    "g_dtype": "bf16",
+    "beta_dtype": "bf16",
+}
 
 
 @dataclass(frozen=True)
@@ -183,6 +221,8 @@ class Stage:
         default: ``case -> config`` when nothing is tuned.
         cost: ``(case, sizes) -> Cost`` with sizes holding those of a layout as well.
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
+        depends: fields of the problem that ``build`` and ``passes`` ask for, beside those that its tensors name by
+            their dimensions, their dtypes and what they exist for. Kernels see no other field, see :meth:`specialise`.
         scalars: float parameters, last.
         rms_floor: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
@@ -199,9 +239,14 @@ class Stage:
     cost: Callable[[Case, Mapping[str, int]], Cost]
     tolerance: Mapping[str, float]
     _: KW_ONLY
+    depends: tuple[str, ...]
     scalars: tuple[str, ...] = ()
     rms_floor: Mapping[str, float] = field(default_factory=dict)
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.depends) - {f.name for f in fields(Problem)}:
+            raise ValueError(f"{self.name} depends on {sorted(unknown)}, which a problem does not have")
 
     @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -212,6 +257,23 @@ class Stage:
         """Names of the tensors that it reads and of those that it writes, but for what the problem lacks."""
         present = [name for name, spec in self.specs.items() if spec.present(problem)]
         return [name for name in present if name in self.inputs], [name for name in present if name in self.outputs]
+
+    def fields_of(self, problem: Problem) -> dict[str, Any]:
+        """What of a problem its kernels are built for, by name: fields, and whether value heads share other heads.
+
+        Fields of tensors that the problem lacks do not count.
+        """
+        names = set(self.depends).union(*(spec.fields(problem) for spec in self.specs.values()))
+        return {name: getattr(problem, name) for name in sorted(names)}
+
+    def specialise(self, case: Case) -> Case:
+        """The case that its kernels for another are built for: the same for all cases whose kernels are the same.
+
+        All that kernels do not depend on has one value, which a config of the case may reject.
+        """
+        known = {**_ANY_PROBLEM, **self.fields_of(case.problem)}
+        heads = {"H": 1, "HV": 2 if known.pop("grouped", False) else 1}
+        return replace(case, problem=Problem(**(known | heads)))
 
     def candidates(self, case: Case) -> Iterator[Config]:
         """Every config of the space that the case does not reject."""

@@ -53,7 +53,7 @@ class Slot:
         spec, problem, static = TensorSpec.parse(text), case.problem, static_sizes(case)
         element = spec.element(problem)
         dims = list(spec.dims)
-        if problem.state_v_first and spec.dims == ("N", "HV", "K", "V"):
+        if problem.state_v_first and spec.is_state:
             dims[2:] = "V", "K"
         return cls(
             name=name,
@@ -76,15 +76,11 @@ def slots_of(stage: Stage, case: Case) -> tuple[Slot, ...]:
     return tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
 
 
-class Kernel:
-    """A compiled stage: ``slots`` are the stage's inputs, then its outputs; ``jit`` is TileLang's kernel.
+class Binary:
+    """What was compiled: ``jit`` is TileLang's kernel."""
 
-    Its host function is called with tensors in the order of the slots, then the scalars.
-    """
-
-    def __init__(self, stage: Stage, case: Case, config: Config, jit: Any) -> None:
-        self.stage, self.case, self.config, self.jit = stage, case, config, jit
-        self.slots = slots_of(stage, case)
+    def __init__(self, jit: Any) -> None:
+        self.jit = jit
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -95,6 +91,28 @@ class Kernel:
     def source(self) -> str:
         """The generated CUDA or C."""
         return str(self.jit.get_kernel_source())
+
+
+class Kernel:
+    """A compiled stage, as a problem uses it: ``slots`` are the stage's inputs, then its outputs.
+
+    Problems that differ in what the stage ignores share the binary. Its host function is called with tensors in the
+    order of the slots, then the scalars.
+    """
+
+    def __init__(self, stage: Stage, case: Case, config: Config, binary: Binary) -> None:
+        self.stage, self.case, self.config, self.binary = stage, case, config, binary
+        self.slots = slots_of(stage, case)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The host function of the binary."""
+        return self.binary.function
+
+    @property
+    def source(self) -> str:
+        """The generated CUDA or C."""
+        return self.binary.source
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
         """Uninitialised outputs; None for those the problem does not have."""
@@ -146,6 +164,7 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 _kernels: dict[tuple[str, Case, Config], Kernel] = {}
+_binaries: dict[tuple[str, Case, Config], Binary] = {}  # by what they were built for, see Stage.specialise
 _compiling = threading.Lock()
 
 
@@ -161,14 +180,22 @@ def compile_stage(stage: Stage, case: Case, config: Config) -> Kernel:
         with _compiling:
             found = _kernels.get(key)
             if found is None:
-                found = _kernels[key] = _compile(stage, case, config)
+                found = _kernels[key] = Kernel(stage, case, config, _load_binary(stage, case, config))
     return found
 
 
-def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
+def _load_binary(stage: Stage, case: Case, config: Config) -> Binary:
     reason = config.reject(case)
     if reason:
         raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
+    case = stage.specialise(case)
+    key = (stage.name, case, config)
+    if key not in _binaries:
+        _binaries[key] = _compile(stage, case, config)
+    return _binaries[key]
+
+
+def _compile(stage: Stage, case: Case, config: Config) -> Binary:
     require_compiler(case.device)
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
     # Stages that ignore a flag of the problem compile to the same kernel twice, which its cache warns about; and of a
@@ -190,7 +217,7 @@ def _compile(stage: Stage, case: Case, config: Config) -> Kernel:
             f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
         ) from error
     warn_if_not_kept(jit)
-    return Kernel(stage, case, config, jit)
+    return Binary(jit)
 
 
 def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
@@ -233,8 +260,8 @@ def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
     names: sources that make the same kernel give the same hash, in every process. It is of one version of TileLang;
     another one generates other text.
     """
-    case = replace(case, problem=case.problem.without_lengths())
-    compiled = _kernels.get((stage.name, case, config))
+    case = stage.specialise(case)
+    compiled = _binaries.get((stage.name, case, config))
     source = compiled.source if compiled else generate_source(stage, case, config)
     text = f"{sorted(pass_configs(stage, case).items())}\n{number_names(source)}"
     return hashlib.sha256(text.encode()).hexdigest()

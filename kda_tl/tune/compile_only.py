@@ -53,7 +53,7 @@ class StaticJob(KernelJob):
     def run(self) -> dict[str, Any]:
         """Returns fields of :class:`Compiled`."""
         kernel = compile_stage(self.stage, self.case, self.config)
-        jit = kernel.jit  # TileLang's: host code and binary are asked for here only
+        jit = kernel.binary.jit  # TileLang's: host code and binary are asked for here only
         if self.case.device.kind == "cpu":
             return {}
         bounds = re.search(r"__launch_bounds__\((\d+)", kernel.source)

@@ -56,7 +56,7 @@ class KernelJob:
     @property
     def key(self) -> Hashable:
         """The kernel."""
-        return type(self).__name__, self.stage.name, _without_lengths(self.case), self.config
+        return type(self).__name__, self.stage.name, self.stage.specialise(self.case), self.config
 
 
 class CompileJob(KernelJob):
@@ -89,19 +89,14 @@ class IdentifyJob:
     @property
     def key(self) -> Hashable:
         """Stage and case."""
-        return "identify", self.stage.name, _without_lengths(self.case)
+        return "identify", self.stage.name, self.stage.specialise(self.case)
 
     def run(self) -> str:
         """Returns a SHA-256 over the kernels of the configs, before lowering."""
-        digest = hashlib.sha256()
+        digest, case = hashlib.sha256(), self.stage.specialise(self.case)
         for config in self.configs:
-            digest.update(self.stage.build(_without_lengths(self.case), config).script().encode())
+            digest.update(self.stage.build(case, config).script().encode())
         return digest.hexdigest()
-
-
-def _without_lengths(case: Case) -> Case:
-    """The case as kernels see it."""
-    return replace(case, problem=case.problem.without_lengths())
 
 
 @dataclass(frozen=True, kw_only=True)

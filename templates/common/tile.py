@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import Case, TensorSpec, static_sizes
+from kda_tl.core.stage import Case, TensorSpec, built_sizes
 from kda_tl.templates.common.language import T
 
 RCP_LN2 = 1.4426950408889634  # gates are kept in log2 units: exp(x) = 2^(x / ln 2), and exp2 is one instruction
@@ -138,14 +138,14 @@ def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callabl
         tensors: specs by name. ``do`` is a word of C, and its parameter is ``d_o``.
         dynamic: sizes known at the launch, by name; those of a spec's that are not here are named by the spec.
     """
-    p, sizes = case.problem, {**static_sizes(case), **dynamic}
+    p, sizes = case.problem, {**built_sizes(case), **dynamic}
 
     def annotate(spec: TensorSpec) -> Any:
         element = spec.element(p)
         dtype = TL_DTYPE["fp32" if case.device.kind == "cpu" and element != "i32" else element]
         if not spec.present(p):
             return T.Tensor((1,), dtype)
-        dims = ("N", "HV", "V", "K") if p.state_v_first and spec.dims == ("N", "HV", "K", "V") else spec.dims
+        dims = ("N", "HV", "V", "K") if p.state_v_first and spec.is_state else spec.dims
         for dim in dims:
             if not dim.isdigit() and dim not in sizes:
                 sizes[dim] = T.dynamic(dim)

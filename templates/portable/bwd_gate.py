@@ -22,6 +22,7 @@ import torch
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, join_chunks, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of
 from kda_tl.templates.common.slopes import Slopes
@@ -104,8 +105,8 @@ def build(case: Case, config: BwdGateConfig) -> Any:
     A scalar gate's block takes BK heads at once, a lane a head, as in fwd_gate.
     """
     p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
-    HV, scalar, gated = p.HV, p.scalar_gate, p.gate != "log"
-    lanes, blocks, steps = (HV, -(-HV // BK), 1) if scalar else (p.K, HV, p.KP // BK)
+    HV, scalar, gated = (heads := Heads.of(p)).HV, p.scalar_gate, p.gate != "log"
+    lanes, blocks, steps = (HV, T.ceildiv(HV, BK), 1) if scalar else (p.K, HV, p.KP // BK)
     tile, slopes = Tile.of(case), Slopes(p)
 
     def lane(i_h, i_k, j):
@@ -122,10 +123,11 @@ def build(case: Case, config: BwdGateConfig) -> Any:
         """The gradient of row i's own step from that of the cumsum; rows past the end have zeros."""
         return d if p.rank == 1 else T.if_then_else(has_gate(p, i, count), d, 0.0)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_gate(dG, db, g, A_log, dt_bias, beta, chunk_tokens, dg, dbeta, dA_log_part, ddt_bias_part, lower_bound):
         with tile.kernel(chunk_tokens.shape[0] * blocks, threads=config.threads) as i_block:
-            i_t, i_h = i_block // blocks, i_block % blocks  # the head; of a scalar gate, which BK heads
+            # the head; of a scalar gate, which BK heads
+            i_t, i_h, _ = split_block(i_block, chunk_tokens.shape[0], blocks)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             if scalar:
                 for i, j in tile.parallel(BT, BK):
@@ -236,5 +238,15 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # dg and dbeta rounded to io once: 2^-9 (bf16), 2^-12 (fp16); fp32 sums of up to 64 x 256 terms of either sign
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-4}
 STAGE = Stage(
-    "bwd_gate", INPUTS, OUTPUTS, BwdGateConfig, build, reference, default, cost, TOLERANCE, scalars=("lower_bound",)
+    "bwd_gate",
+    INPUTS,
+    OUTPUTS,
+    BwdGateConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("gate", "beta", "rank"),
+    scalars=("lower_bound",),
 )

@@ -27,6 +27,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_operands
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func
@@ -114,7 +115,7 @@ class BwdIntraConfig(Config):
 def build(case: Case, config: BwdIntraConfig) -> Any:
     """The kernel: one thread block a (chunk, value head), BK channels in turn."""
     p, BT, BK, threads = case.problem, case.BT, config.BK, config.threads
-    HV, K, group, half, columns = p.HV, p.K, p.group, case.BT // 2, config.columns(case)
+    K, half, columns, heads = p.K, case.BT // 2, config.columns(case), Heads.of(p)
     levels = [1 << n for n in range(BT.bit_length() - 1)]
     tile = Tile.of(case)
 
@@ -129,16 +130,16 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
         """The first row of the odd block of i's pair of blocks."""
         return i // (2 * s) * (2 * s) + s
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_intra(
         q, k, g_cumsum, beta, rstd, dAqk, dL, dq_inter, dk_inter, db_inter, dG_inter, chunk_tokens,
         dq_part, dk_part, db, dG, scale,
     ):  # fmt: skip
-        with tile.kernel(chunk_tokens.shape[0] * HV, threads=threads) as i_block:
+        with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=threads) as i_block:
             if not tile.cpu:
                 T.annotate_min_blocks_per_sm(config.blocks())
-            i_t, i_hv = i_block // HV, i_block % HV
-            i_h = i_hv // group
+            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_factor, k_factor, b_factor, diagonal = tile.shareds(4, (BT,), "float32")
             weights = [tile.shared((BT, columns)) for _ in levels]
@@ -256,5 +257,15 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # both operands of a product rounded to io: 2 * 2^-9 (bf16), 2 * 2^-11 (fp16)
 TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    "bwd_intra", INPUTS, OUTPUTS, BwdIntraConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",)
+    "bwd_intra",
+    INPUTS,
+    OUTPUTS,
+    BwdIntraConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("beta",),
+    scalars=("scale",),
 )

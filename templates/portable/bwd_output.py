@@ -14,6 +14,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func
@@ -52,12 +53,12 @@ class BwdOutputConfig(Config):
 def build(case: Case, config: BwdOutputConfig) -> Any:
     """The kernel: one thread block a (chunk, value head), BV channels at a time."""
     p, BT, BV = case.problem, case.BT, config.BV
-    HV, V, tile = p.HV, p.V, Tile.of(case)
+    V, tile, heads = p.V, Tile.of(case), Heads.of(p)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_output(d_o, Aqk, v_new, chunk_tokens, dAqk, dv_local):
-        with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
-            i_t, i_h = i_block // HV, i_block % HV
+        with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=config.threads) as i_block:
+            i_t, i_h, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
             do_shared, v_shared = tile.shareds(2, (BT, BV))
@@ -95,4 +96,4 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 
 # operands are given in io; only dv_local is rounded
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("bwd_output", INPUTS, OUTPUTS, BwdOutputConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_output", INPUTS, OUTPUTS, BwdOutputConfig, build, reference, default, cost, TOLERANCE, depends=())

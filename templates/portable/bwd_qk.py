@@ -14,6 +14,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit
 from kda_tl.templates.common.tile import Tile, prim_func
@@ -63,23 +64,23 @@ class BwdQkConfig(Config):
 def build(case: Case, config: BwdQkConfig) -> Any:
     """The kernel: one thread block a (chunk, query/key head, rows), the queries first, then the keys."""
     p, rows, KP = case.problem, config.rows, case.problem.KP
-    H, K, group, RB = p.H, p.K, p.group, case.BT // config.rows
+    K, RB, heads = p.K, case.BT // config.rows, Heads.of(p)
     tile = Tile.of(case)
 
     @T.macro
-    def project(n, part, x, dx, rstd, i_t, i_h, r0, start, count):
+    def project(n, part, x, dx, rstd, i_t, i_h, i_hv, group, r0, start, count):
         d = tile.fragment((rows, KP))
         if p.l2norm:
             x_hat, product = tile.fragments(2, (rows, KP))
             factor, dot = tile.fragments(2, (rows,))
         for i, j in tile.parallel(rows, KP):
-            d[i, j] = part[i_t, i_h * group, r0 + i, j]
+            d[i, j] = part[i_t, i_hv, r0 + i, j]
         for m in T.serial(group - 1):
             for i, j in tile.parallel(rows, KP):
-                d[i, j] = d[i, j] + part[i_t, i_h * group + 1 + m, r0 + i, j]
+                d[i, j] = d[i, j] + part[i_t, i_hv + 1 + m, r0 + i, j]
         if p.l2norm:
             for i in tile.parallel(rows):
-                factor[i] = rstd[i_t, i_h * group, n, r0 + i]  # the same for all value heads of a group
+                factor[i] = rstd[i_t, i_hv, n, r0 + i]  # the same for all value heads of a group
             for i, j in tile.parallel(rows, KP):
                 raw = T.if_then_else((i < count) & (j < K), x[start + i, i_h, j], 0)
                 x_hat[i, j] = factor[i] * T.cast(raw, "float32")
@@ -93,13 +94,15 @@ def build(case: Case, config: BwdQkConfig) -> Any:
             if (i < count) & (j < K):
                 dx[start + i, i_h, j] = T.cast(d[i, j], tile.io)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_qk(dq_part, dk_part, q, k, rstd, chunk_tokens, dq, dk):
-        with tile.kernel(chunk_tokens.shape[0] * H * RB, threads=config.threads) as i_block:
-            i_t, i_h, r0 = i_block // (H * RB), i_block // RB % H, i_block % RB * rows
+        with tile.kernel(chunk_tokens.shape[0] * heads.H * RB, threads=config.threads) as i_block:
+            i_t, i_h, i_r = split_block(i_block, chunk_tokens.shape[0], heads.H, RB)
+            i_hv, group = heads.of_values(i_h)
+            r0 = i_r * rows
             start, count = chunk_tokens[i_t, 0] + r0, chunk_tokens[i_t, 1] - r0
-            project(0, dq_part, q, dq, rstd, i_t, i_h, r0, start, count)
-            project(1, dk_part, k, dk, rstd, i_t, i_h, r0, start, count)
+            project(0, dq_part, q, dq, rstd, i_t, i_h, i_hv, group, r0, start, count)
+            project(1, dk_part, k, dk, rstd, i_t, i_h, i_hv, group, r0, start, count)
 
     return bwd_qk
 
@@ -119,4 +122,4 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 
 # fp32 sums of up to 256 products, sqrt(256) * 2^-24; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
-STAGE = Stage("bwd_qk", INPUTS, OUTPUTS, BwdQkConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_qk", INPUTS, OUTPUTS, BwdQkConfig, build, reference, default, cost, TOLERANCE, depends=())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
+from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit
 from kda_tl.templates.common.tile import Tile, prim_func
@@ -51,7 +52,7 @@ class BwdReduceConfig(Config):
 def build(case: Case, config: BwdReduceConfig) -> Any:
     """The kernel: one thread block a (value head, BK channels); row r sums the chunks r, r + rows, ... in turn."""
     p, BK, rows = case.problem, config.BK, config.rows
-    HV, K, NT = p.HV, p.K, T.dynamic("NT")
+    K, NT, heads = p.K, T.dynamic("NT"), Heads.of(p)
     KB = p.KP // BK if p.has_dt_bias and not p.scalar_gate else 1
     tile = Tile.of(case)
 
@@ -76,9 +77,9 @@ def build(case: Case, config: BwdReduceConfig) -> Any:
         if k0 == 0:
             sums[at(sums, i_h)] = scalar[0]
 
-    @prim_func(case, INPUTS | OUTPUTS, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS, NT=NT, **heads.sizes)
     def bwd_reduce(dA_log_part, ddt_bias_part, dA_log, ddt_bias):
-        with tile.kernel(HV * KB, threads=config.threads) as i_block:
+        with tile.kernel(heads.HV * KB, threads=config.threads) as i_block:
             i_h = i_block // KB
             k0 = i_block % KB * BK
             if p.has_A_log:
@@ -118,4 +119,4 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 
 # fp32 sums: 10000 terms of random sign in 16 rows err by sqrt(10000 / 16 + 16) * 2^-24 = 2e-6
 TOLERANCE = {"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5}
-STAGE = Stage("bwd_reduce", INPUTS, OUTPUTS, BwdReduceConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_reduce", INPUTS, OUTPUTS, BwdReduceConfig, build, reference, default, cost, TOLERANCE, depends=())

@@ -15,6 +15,7 @@ import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import crop_state, pad_state, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, at_state, avoid_wgmma, prim_func
@@ -70,16 +71,17 @@ class BwdStateConfig(FwdStateConfig):
 def build(case: Case, config: BwdStateConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV channels), chunks from the last to the first."""
     p, BT, BV = case.problem, case.BT, config.BV
-    HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // BV
+    K, V, KP, VB, heads = p.K, p.V, p.KP, p.VP // BV, Heads.of(p)
     tile = Tile.of(case)
     # The C target finds a size only where it stands alone in a shape, so the sequences are counted by their bounds.
     bounds = T.dynamic("bounds")
     N = bounds - 1
 
-    @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds})
+    @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds}, **heads.sizes)
     def bwd_state(qg, kg, w, d_o, dv_local, g_cumsum, dht, seq_chunks, chunk_tokens, dh, dv_new, dh0):
-        with tile.kernel(N * HV * VB, threads=THREADS) as i_block:
-            i_n, i_h, v0 = i_block // (HV * VB), i_block // VB % HV, i_block % VB * BV
+        with tile.kernel(N * heads.HV * VB, threads=THREADS) as i_block:
+            i_n, i_h, i_v = split_block(i_block, N, heads.HV, VB)
+            v0 = i_v * BV
             last = seq_chunks[i_n + 1] - 1
             chunks = seq_chunks[i_n + 1] - seq_chunks[i_n]
             start = T.if_then_else(chunks > 0, chunk_tokens[last, 0], 0)  # of the last chunk; the others are full
@@ -147,5 +149,15 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # the gradient's copy, dv_new and the products' operands rounded to io a chunk; the recurrence contracts, as forward
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    "bwd_state", INPUTS, OUTPUTS, BwdStateConfig, build, reference, default, cost, TOLERANCE, passes=avoid_wgmma
+    "bwd_state",
+    INPUTS,
+    OUTPUTS,
+    BwdStateConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=(),
+    passes=avoid_wgmma,
 )

@@ -25,6 +25,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks, keep_seen, split_chunks, split_operands
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func, sees
@@ -109,17 +110,17 @@ class BwdWyConfig(Config):
 def build(case: Case, config: BwdWyConfig) -> Any:
     """The kernel: one thread block a (chunk, value head); tiles of values in turn, then tiles of keys."""
     p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
-    HV, K, V, group = p.HV, p.K, p.V, p.group
+    K, V, heads = p.K, p.V, Heads.of(p)
     tile = Tile.of(case)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_wy(
         q, k, v, g_cumsum, beta, Akk, w, u, rstd, h, v_new, d_o, dv_new, dh, chunk_tokens,
         dq_inter, dk_inter, dv, db_inter, dG_inter, dL, scale,
     ):  # fmt: skip
-        with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
-            i_t, i_hv = i_block // HV, i_block % HV
-            i_h = i_hv // group
+        with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=config.threads) as i_block:
+            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
             q_factor, k_factor, b_factor = tile.shareds(3, (BT,), "float32")
@@ -254,4 +255,16 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # dw rounded to io before the product that makes dkb, dkb and dvb before those that make dL: 2^-9 each (bf16), 2^-11
 # (fp16), so dL errs by two; dv, a result, by one
 TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("bwd_wy", INPUTS, OUTPUTS, BwdWyConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",))
+STAGE = Stage(
+    "bwd_wy",
+    INPUTS,
+    OUTPUTS,
+    BwdWyConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("beta", "rank"),
+    scalars=("scale",),
+)

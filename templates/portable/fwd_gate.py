@@ -17,6 +17,7 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
@@ -74,8 +75,9 @@ def build(case: Case, config: FwdGateConfig) -> Any:
     A scalar gate's block takes BK heads instead, a lane a head: memory holds the gates of a token side by side.
     """
     p, BT, BK, unroll = case.problem, case.BT, config.BK, config.unroll
-    lanes, heads = (p.HV, 1) if p.scalar_gate else (p.K, p.HV)
-    blocks, tile = -(-lanes // BK), Tile.of(case)
+    tile, heads = Tile.of(case), Heads.of(p)
+    lanes = heads.HV if p.scalar_gate else p.K
+    blocks = T.ceildiv(heads.HV, BK) if p.scalar_gate else p.KP // BK * heads.HV  # of a chunk
 
     def stored(lane):
         return lane < lanes if p.scalar_gate else True  # channels are padded, heads are not
@@ -89,10 +91,14 @@ def build(case: Case, config: FwdGateConfig) -> Any:
         z = x + bias  # softplus(z) = max(z, 0) + log1p(exp(-|z|)): exact where exp(z) would overflow or vanish
         return -RCP_LN2 * rate * (T.max(z, 0.0) + T.log1p(T.exp(T.min(z, -z))))
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_gate(g, A_log, dt_bias, chunk_tokens, g_cumsum, lower_bound):
-        with tile.kernel(chunk_tokens.shape[0] * heads * blocks, threads=config.threads) as i_block:
-            i_t, i_h, k0 = i_block // (heads * blocks), i_block // blocks % heads, i_block % blocks * BK
+        with tile.kernel(chunk_tokens.shape[0] * blocks, threads=config.threads) as i_block:
+            if p.scalar_gate:
+                i_t, i_k, i_h = split_block(i_block, chunk_tokens.shape[0], blocks)
+            else:
+                i_t, i_h, i_k = split_block(i_block, chunk_tokens.shape[0], heads.HV, p.KP // BK)
+            k0 = i_k * BK
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             raw = tile.fragment((unroll, BK), g.dtype)
             total, bias = tile.fragments(2, (BK,))
@@ -145,5 +151,15 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # fp32 scan of up to 64 terms: 64 * 2^-24 bounds the relative error; fast exp2/log1p are 2 ulp each
 TOLERANCE = {"bf16": 1e-5, "fp16": 1e-5, "fp32": 1e-5}
 STAGE = Stage(
-    "fwd_gate", INPUTS, OUTPUTS, FwdGateConfig, build, reference, default, cost, TOLERANCE, scalars=("lower_bound",)
+    "fwd_gate",
+    INPUTS,
+    OUTPUTS,
+    FwdGateConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("gate", "rank"),
+    scalars=("lower_bound",),
 )

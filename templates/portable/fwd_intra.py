@@ -28,6 +28,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_operands
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, Tile, beta_factor, prim_func, sees
@@ -100,17 +101,17 @@ def even_row(r: Any, s: int) -> Any:
 def build(case: Case, config: FwdIntraConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT, BC, BK, threads = case.problem, case.BT, case.BC, config.BK, config.threads
-    HV, K, group, half = p.HV, p.K, p.group, case.BT // 2
+    K, half, heads = p.K, case.BT // 2, Heads.of(p)
     anchored = config.diagonal == "anchored"
     merges = [BC << n for n in range((BT // BC).bit_length() - 1)]
     levels = merges if anchored else [1 << n for n in range(BT.bit_length() - 1)]
     tile = Tile.of(case)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_intra(q, k, g_cumsum, beta, chunk_tokens, Aqk, Akk, rstd, scale):
-        with tile.kernel(chunk_tokens.shape[0] * HV, threads=threads) as i_block:
-            i_t, i_hv = i_block // HV, i_block % HV
-            i_h = i_hv // group
+        with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=threads) as i_block:
+            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_shared, k_shared = tile.shareds(2, (BT, BK))
             g_shared = tile.shared((BT, BK), "float32")
@@ -247,5 +248,15 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # operands and results rounded to io once each: 2^-9 (bf16), 2^-11 (fp16)
 TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    "fwd_intra", INPUTS, OUTPUTS, FwdIntraConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",)
+    "fwd_intra",
+    INPUTS,
+    OUTPUTS,
+    FwdIntraConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("beta", "rank"),
+    scalars=("scale",),
 )

@@ -12,6 +12,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import join_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, prim_func
@@ -56,13 +57,14 @@ class FwdOutputConfig(Config):
 def build(case: Case, config: FwdOutputConfig) -> Any:
     """The kernel: one thread block a (chunk, value head, BV channels)."""
     p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
-    HV, V, VB = p.HV, p.V, p.VP // config.BV
+    V, VB, heads = p.V, p.VP // config.BV, Heads.of(p)
     tile = Tile.of(case)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_output(qg, h, Aqk, v_new, chunk_tokens, o):
-        with tile.kernel(chunk_tokens.shape[0] * HV * VB, threads=config.threads) as i_block:
-            i_t, i_h, v0 = i_block // (HV * VB), i_block // VB % HV, i_block % VB * BV
+        with tile.kernel(chunk_tokens.shape[0] * heads.HV * VB, threads=config.threads) as i_block:
+            i_t, i_h, i_v = split_block(i_block, chunk_tokens.shape[0], heads.HV, VB)
+            v0 = i_v * BV
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_shared = tile.shared((BT, BK))
             h_shared = tile.shared((BK, BV))
@@ -100,4 +102,4 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 
 # operands are given in io; only the result is rounded
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("fwd_output", INPUTS, OUTPUTS, FwdOutputConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("fwd_output", INPUTS, OUTPUTS, FwdOutputConfig, build, reference, default, cost, TOLERANCE, depends=())

@@ -13,6 +13,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import crop_state, pad_state
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, at_state, avoid_wgmma, prim_func
@@ -70,16 +71,17 @@ class FwdStateConfig(Config):
 def build(case: Case, config: FwdStateConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV channels), chunks in order."""
     p, BT, BV = case.problem, case.BT, config.BV
-    HV, K, V, KP, VB = p.HV, p.K, p.V, p.KP, p.VP // BV
+    K, V, KP, VB, heads = p.K, p.V, p.KP, p.VP // BV, Heads.of(p)
     tile = Tile.of(case)
     # The C target finds a size only where it stands alone in a shape, so the sequences are counted by their bounds.
     bounds = T.dynamic("bounds")
     N = bounds - 1
 
-    @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds})
+    @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds}, **heads.sizes)
     def fwd_state(w, u, kg, g_cumsum, h0, seq_chunks, h, v_new, ht):
-        with tile.kernel(N * HV * VB, threads=THREADS) as i_block:
-            i_n, i_h, v0 = i_block // (HV * VB), i_block // VB % HV, i_block % VB * BV
+        with tile.kernel(N * heads.HV * VB, threads=THREADS) as i_block:
+            i_n, i_h, i_v = split_block(i_block, N, heads.HV, VB)
+            v0 = i_v * BV
             first = seq_chunks[i_n]
             chunks = seq_chunks[i_n + 1] - first
             state = tile.fragment((KP, BV))
@@ -135,5 +137,15 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 # state, v_new and both products' operands rounded to io a chunk; the recurrence contracts, so errors do not grow
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
 STAGE = Stage(
-    "fwd_state", INPUTS, OUTPUTS, FwdStateConfig, build, reference, default, cost, TOLERANCE, passes=avoid_wgmma
+    "fwd_state",
+    INPUTS,
+    OUTPUTS,
+    FwdStateConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=(),
+    passes=avoid_wgmma,
 )

@@ -14,6 +14,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import split_chunks, split_operands
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, beta_factor, prim_func
@@ -62,14 +63,14 @@ class FwdWyConfig(Config):
 def build(case: Case, config: FwdWyConfig) -> Any:
     """The kernel: one thread block a (chunk, value head), column tiles in turn."""
     p, BT, BK, BV = case.problem, case.BT, config.BK, config.BV
-    HV, K, V, group = p.HV, p.K, p.V, p.group
+    K, V, heads = p.K, p.V, Heads.of(p)
     tile = Tile.of(case)
 
-    @prim_func(case, INPUTS | OUTPUTS)
+    @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_wy(q, k, v, g_cumsum, beta, Akk, rstd, chunk_tokens, w, u, kg, qg, scale):
-        with tile.kernel(chunk_tokens.shape[0] * HV, threads=config.threads) as i_block:
-            i_t, i_hv = i_block // HV, i_block % HV
-            i_h = i_hv // group
+        with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=config.threads) as i_block:
+            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
             v_shared = tile.shared((BT, BV))
@@ -125,4 +126,16 @@ def cost(case: Case, sizes: Sizes) -> Cost:
 
 # one operand and the result rounded to io: 2^-9 each (bf16), 2^-11 (fp16)
 TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
-STAGE = Stage("fwd_wy", INPUTS, OUTPUTS, FwdWyConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",))
+STAGE = Stage(
+    "fwd_wy",
+    INPUTS,
+    OUTPUTS,
+    FwdWyConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("beta",),
+    scalars=("scale",),
+)

@@ -56,6 +56,7 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import keep_seen, share_heads, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, prim_func
@@ -164,12 +165,12 @@ class BwdGradientsConfig(HopperConfig):
 def build(case: Case, config: BwdGradientsConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT = case.problem, case.BT
-    HV, K, V, KP = p.HV, p.K, p.V, p.KP
+    K, V, KP, heads = p.K, p.V, p.KP, Heads.of(p)
     f32, io = "float32", "bfloat16"
     gate, slopes = Gate(p), Slopes(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
     def bwd_gradients(
         q,
         k,
@@ -194,11 +195,10 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
         scale,
         lower_bound,
     ):
-        with T.Kernel(NT * HV, threads=config.threads) as i_block:
+        with T.Kernel(NT * heads.HV, threads=config.threads) as i_block:
             T.annotate_min_blocks_per_sm(1)
-            i_t = i_block // HV
-            i_hv = i_block % HV
-            i_h = i_hv // p.group
+            i_t, i_hv, _ = split_block(i_block, NT, heads.HV)
+            i_h = heads.of_keys(i_hv)
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
             at = Chunk(i_t, i_hv, i_h, start, count)
@@ -312,6 +312,17 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 # Pairs and anchored operands rounded to 2^-9 each; what cancels in dg was summed from the same roundings
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+DEPENDS = ("gate", "beta", "l2norm", "direction")
 STAGE = Stage(
-    "bwd_gradients", INPUTS, OUTPUTS, BwdGradientsConfig, build, reference, default, cost, TOLERANCE, scalars=SCALARS
+    "bwd_gradients",
+    INPUTS,
+    OUTPUTS,
+    BwdGradientsConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=DEPENDS,
+    scalars=SCALARS,
 )

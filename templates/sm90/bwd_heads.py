@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import HopperConfig
@@ -53,29 +54,29 @@ class BwdHeadsConfig(HopperConfig):
 def build(case: Case, config: BwdHeadsConfig) -> Any:
     """The kernel: one thread block a (rows of tokens, query/key head)."""
     p, rows = case.problem, config.rows
-    H, K, group = p.H, p.K, p.group
-    tokens = T.dynamic("tokens")
+    K, heads, tokens = p.K, Heads.of(p), T.dynamic("tokens")
 
     @T.macro
-    def add(part, dx, t0, i_h):
+    def add(part, dx, t0, i_h, first, count):
         total = T.alloc_fragment((rows, K), "float32")
         T.clear(total)
-        for m in T.unroll(group):
+        for m in T.serial(count):
             for i, j in T.Parallel(rows, K):
-                own = T.if_then_else(t0 + i < tokens, part[t0 + i, i_h * group + m, j], 0)
+                own = T.if_then_else(t0 + i < tokens, part[t0 + i, first + m, j], 0)
                 total[i, j] = total[i, j] + T.cast(own, "float32")
         for i, j in T.Parallel(rows, K):
             if t0 + i < tokens:
                 dx[t0 + i, i_h, j] = T.cast(total[i, j], TL_DTYPE[p.dtype])
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, **heads.sizes)
     def bwd_heads(dq_part, dk_part, dq, dk):
-        with T.Kernel(T.ceildiv(tokens, rows) * H, threads=config.threads) as i_block:
-            t0 = i_block // H * rows
-            i_h = i_block % H
+        with T.Kernel(T.ceildiv(tokens, rows) * heads.H, threads=config.threads) as i_block:
+            i_r, i_h, _ = split_block(i_block, T.ceildiv(tokens, rows), heads.H)
+            t0 = i_r * rows
+            first, count = heads.of_values(i_h)
             if p.grouped:  # or there is nothing to add
-                add(dq_part, dq, t0, i_h)
-                add(dk_part, dk, t0, i_h)
+                add(dq_part, dq, t0, i_h, first, count)
+                add(dk_part, dk, t0, i_h, first, count)
 
     return bwd_heads
 
@@ -89,4 +90,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 # fp32 sums of a few parts; only the results are rounded: 2^-9 (bf16), 2^-11 (fp16)
 TOLERANCE = {"bf16": 4e-3, "fp16": 1e-3, "fp32": 1e-5}
-STAGE = Stage("bwd_heads", INPUTS, OUTPUTS, BwdHeadsConfig, build, reference, BwdHeadsConfig.default, cost, TOLERANCE)
+STAGE = Stage(
+    "bwd_heads", INPUTS, OUTPUTS, BwdHeadsConfig, build, reference, BwdHeadsConfig.default, cost, TOLERANCE, depends=()
+)

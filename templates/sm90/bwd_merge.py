@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.merge import SPLIT, TOLERANCE, Halves, MergeConfig, load_given, merge_cost, merge_segment
@@ -43,15 +44,14 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 def build(case: Case, config: MergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments in reverse."""
     p, BV, f32 = case.problem, config.BV, "float32"
-    HV, KP, VB = p.HV, p.KP, p.VP // BV
+    KP, VB, heads = p.KP, p.VP // BV, Heads.of(p)
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
 
-    @prim_func(case, INPUTS | OUTPUTS, NS=NS, NC=NC, N=N)
+    @prim_func(case, INPUTS | OUTPUTS, NS=NS, NC=NC, N=N, **heads.sizes)
     def bwd_merge(dlocal, transition, dht, seq_segments, ends):
-        with T.Kernel(N * HV * VB, threads=config.threads) as i_block:
-            i_n = i_block // (HV * VB)
-            i_h = i_block // VB % HV
-            v0 = i_block % VB * BV
+        with T.Kernel(N * heads.HV * VB, threads=config.threads) as i_block:
+            i_n, i_h, i_v = split_block(i_block, N, heads.HV, VB)
+            v0 = i_v * BV
             first = seq_segments[i_n, 0]
             count = seq_segments[i_n, 1]
             last = seq_segments[i_n, 2]
@@ -91,4 +91,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return merge_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-STAGE = Stage("bwd_merge", INPUTS, OUTPUTS, MergeConfig, build, reference, MergeConfig.default, cost, TOLERANCE)
+STAGE = Stage(
+    "bwd_merge", INPUTS, OUTPUTS, MergeConfig, build, reference, MergeConfig.default, cost, TOLERANCE, depends=()
+)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
@@ -46,7 +47,7 @@ REGISTERS = (216, 72)
 def build(case: Case, config: ScanConfig) -> Any:
     """The kernel: one thread block a (direction, segment, value head, BV channels)."""
     p = case.problem
-    HV, VB = p.HV, p.V // config.BV
+    VB, heads = p.V // config.BV, Heads.of(p)
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
     @T.macro
@@ -54,16 +55,16 @@ def build(case: Case, config: ScanConfig) -> Any:
         for i, j in T.Parallel(*state.shape):
             state[i, j] = known[w.i_s, w.i_h, w.v0 + i, j]
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, N=N)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, N=N, **heads.sizes)
     def bwd_resume(
         v, d_o, A, Aqk, k_neg, qg, kg, decay, starts, ends, segments, chunk_tokens, values, states, dv, dstates, dh0
     ):
-        with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
+        with T.Kernel(2 * NS * heads.HV * VB, threads=config.consumers + WARPGROUP) as i_block:
             factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
             read = {"v": v, "d_o": d_o, "starts": starts, "ends": ends, "segments": segments}
             written = {"values": values, "states": states, "dv": dv, "dstates": dstates, "dh0": dh0}
             x = SimpleNamespace(**factors, **read, chunk_tokens=chunk_tokens, **written)
-            scan(case, config, load_state, REGISTERS, True, i_block, NS, x)
+            scan(case, config, load_state, REGISTERS, True, i_block, NS, heads.HV, x)
 
     return bwd_resume
 
@@ -73,4 +74,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return scan_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-STAGE = Stage("bwd_resume", INPUTS, OUTPUTS, ScanConfig, build, reference, ScanConfig.default, cost, TOLERANCE)
+STAGE = Stage(
+    "bwd_resume", INPUTS, OUTPUTS, ScanConfig, build, reference, ScanConfig.default, cost, TOLERANCE, depends=()
+)

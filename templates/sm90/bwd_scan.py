@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
@@ -47,7 +48,7 @@ REGISTERS = (232, 40)
 def build(case: Case, config: ScanConfig) -> Any:
     """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
     p = case.problem
-    HV, VB = p.HV, p.V // config.BV
+    VB, heads = p.V // config.BV, Heads.of(p)
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
     @T.macro
@@ -58,16 +59,16 @@ def build(case: Case, config: ScanConfig) -> Any:
         else:
             T.clear(state)
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def bwd_scan(
         v, d_o, A, Aqk, k_neg, qg, kg, decay, h0, dht, segments, chunk_tokens, values, states, dv, dstates, dh0
     ):
-        with T.Kernel(2 * NS * HV * VB, threads=config.consumers + WARPGROUP) as i_block:
+        with T.Kernel(2 * NS * heads.HV * VB, threads=config.consumers + WARPGROUP) as i_block:
             factors = {"A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay}
             read = {"v": v, "d_o": d_o, "starts": h0, "ends": dht, "segments": segments}
             written = {"values": values, "states": states, "dv": dv, "dstates": dstates, "dh0": dh0}
             x = SimpleNamespace(**factors, **read, chunk_tokens=chunk_tokens, **written)
-            scan(case, config, load_state, REGISTERS, False, i_block, NS, x)
+            scan(case, config, load_state, REGISTERS, False, i_block, NS, heads.HV, x)
 
     return bwd_scan
 
@@ -84,4 +85,4 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return scan_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-STAGE = Stage("bwd_scan", INPUTS, OUTPUTS, ScanConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("bwd_scan", INPUTS, OUTPUTS, ScanConfig, build, reference, default, cost, TOLERANCE, depends=())

@@ -18,6 +18,7 @@ import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage
 from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
@@ -70,7 +71,7 @@ REGISTERS, LOADER_REGISTERS = 216, 72
 def build(case: Case, config: BwdSegmentConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BV channels), chunks in reverse."""
     p, BV, stages = case.problem, config.BV, config.num_stages
-    HV, KP, VB = p.HV, p.KP, p.VP // config.BV
+    KP, VB, heads = p.KP, p.VP // config.BV, Heads.of(p)
     consumers = config.consumers
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
@@ -84,12 +85,11 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
                         (w.v0 + i < p.V) & (j < p.K), dht[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0
                     )
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def bwd_segment(d_o, A, Aqk, k_neg, qg, kg, decay, dht, segments, chunk_tokens, dlocal):
-        with T.Kernel(NS * HV * VB, threads=consumers + WARPGROUP) as i_block:
-            i_s = i_block // (HV * VB)
-            i_h = i_block // VB % HV
-            v0 = i_block % VB * BV
+        with T.Kernel(NS * heads.HV * VB, threads=consumers + WARPGROUP) as i_block:
+            i_s, i_h, i_v = split_block(i_block, NS, heads.HV, VB)
+            v0 = i_v * BV
             first, count, start, end = find_chunks(segments, chunk_tokens, i_s)
             begins = segments[i_s, 2] >= 0
             chunks = T.if_then_else(begins, 0, count)
@@ -130,5 +130,14 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 
 STAGE = Stage(
-    "bwd_segment", INPUTS, OUTPUTS, BwdSegmentConfig, build, reference, BwdSegmentConfig.default, cost, TOLERANCE
+    "bwd_segment",
+    INPUTS,
+    OUTPUTS,
+    BwdSegmentConfig,
+    build,
+    reference,
+    BwdSegmentConfig.default,
+    cost,
+    TOLERANCE,
+    depends=(),
 )

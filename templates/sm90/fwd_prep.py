@@ -55,6 +55,7 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import pack_lower, share_heads, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.portable import fwd_gate, fwd_intra
@@ -135,7 +136,7 @@ class PrepConfig(HopperConfig):
 def build(case: Case, config: PrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT = case.problem, case.BT
-    HV, K, KP, group = p.HV, p.K, p.KP, p.group
+    K, KP, heads = p.K, p.KP, Heads.of(p)
     HALF, LOWER = BT // 2, BT + BT // 2
     threads = max(KP, WARPGROUP)
     f32, io = "float32", "bfloat16"
@@ -143,16 +144,12 @@ def build(case: Case, config: PrepConfig) -> Any:
 
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
     def fwd_prep(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, k_neg, qg, kg, decay, scale, lower_bound):
-        with T.Kernel(NT * HV, threads=threads) as i_block:
+        with T.Kernel(NT * heads.HV, threads=threads) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
-            # variables: written out in every address, a number of heads that is no power of two costs 660 instructions
-            i_t = T.alloc_var("int32")
-            i_hv = T.alloc_var("int32")
-            i_t = NT - 1 - i_block // HV
-            i_hv = i_block % HV
-            i_h = i_hv // group
+            i_t, i_hv, _ = split_block(i_block, NT, heads.HV, backwards=True)
+            i_h = heads.of_keys(i_hv)
             thread = T.get_thread_binding()
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
@@ -235,6 +232,18 @@ def passes(case: Case) -> dict[str, bool]:
 
 # Roundings of 2^-9 each: pairs see two operands, A the inverse's factors and itself
 TOLERANCE = {"bf16": 8e-3, "fp16": 2e-3, "fp32": FP32_TOLERANCE}
+DEPENDS = ("gate", "beta", "l2norm", "direction")
 STAGE = Stage(
-    "fwd_prep", INPUTS, OUTPUTS, PrepConfig, build, reference, default, cost, TOLERANCE, scalars=SCALARS, passes=passes
+    "fwd_prep",
+    INPUTS,
+    OUTPUTS,
+    PrepConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=DEPENDS,
+    scalars=SCALARS,
+    passes=passes,
 )

@@ -84,4 +84,4 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return recurrence_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-STAGE = Stage("fwd_recurrence", INPUTS, OUTPUTS, OutputConfig, build, reference, default, cost, TOLERANCE)
+STAGE = Stage("fwd_recurrence", INPUTS, OUTPUTS, OutputConfig, build, reference, default, cost, TOLERANCE, depends=())

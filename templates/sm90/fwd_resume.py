@@ -42,4 +42,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return recurrence_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-STAGE = Stage("fwd_resume", INPUTS, OUTPUTS, OutputConfig, build, reference, OutputConfig.default, cost, TOLERANCE)
+STAGE = Stage(
+    "fwd_resume", INPUTS, OUTPUTS, OutputConfig, build, reference, OutputConfig.default, cost, TOLERANCE, depends=()
+)

@@ -21,6 +21,7 @@ import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
@@ -98,20 +99,19 @@ class FwdSegmentConfig(RecurrenceConfig):
 def build(case: Case, config: FwdSegmentConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BK rows of R, BV columns of local), the last chunk first."""
     p, BT, BK, BV, stages = case.problem, case.BT, config.BK, config.BV, config.num_stages
-    HV, K, KP = p.HV, p.K, p.KP
+    K, KP, heads = p.K, p.KP, Heads.of(p)
     KB, VB = KP // BK, p.V // BV
     io, f32 = TL_DTYPE[p.dtype], "float32"
     consumers = config.consumers
     rows = T.GemmWarpPolicy.FullRow
     NT, tokens, NS, NC = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("NS"), T.dynamic("NC")
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, NC=NC)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, NC=NC, **heads.sizes)
     def fwd_segment(v, A, k_neg, kg, decay, segments, chunk_tokens, local, transition):
-        with T.Kernel(NC * HV * KB * VB, threads=consumers + WARPGROUP) as i_block:
-            i_s = i_block // (HV * KB * VB)
-            i_h = i_block // (KB * VB) % HV
-            k0 = i_block // VB % KB * BK
-            v0 = i_block % VB * BV
+        with T.Kernel(NC * heads.HV * KB * VB, threads=consumers + WARPGROUP) as i_block:
+            i_s, i_h, i_kv = split_block(i_block, NC, heads.HV, KB * VB)
+            k0 = i_kv // VB * BK
+            v0 = i_kv % VB * BV
             first = segments[i_s, 0]
             chunks = T.alloc_var("int32")
             start = T.alloc_var("int32")
@@ -222,5 +222,15 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 # a transition that gates let vanish errs by more of itself (0.3 at a norm of 1e-34); the identity's is 0.09
 FLOOR = {"transition": 0.05}
 STAGE = Stage(
-    "fwd_segment", INPUTS, OUTPUTS, FwdSegmentConfig, build, reference, default, cost, TOLERANCE, rms_floor=FLOOR
+    "fwd_segment",
+    INPUTS,
+    OUTPUTS,
+    FwdSegmentConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=(),
+    rms_floor=FLOOR,
 )

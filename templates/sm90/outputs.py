@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from kda_tl.core.stage import Case, tunable
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
@@ -106,10 +107,9 @@ class Sizes:
         self.rest_stages = config.rest_stages(case)  # slots of the ring of the rest
         self.shares_empty = self.rest_stages == config.num_stages  # whether the slots of both rings are empty at once
 
-    def find_triple(self, i: Any, group: int) -> tuple[Any, Any, Any]:
-        """Segment, value head and first channel of a warpgroup, of the i-th triple."""
-        VB, HV = self.VB, self.case.problem.HV
-        return i // (HV * VB), i // VB % HV, i % VB * self.config.BV + group * ROWS
+    def first_channel(self, i: Any, group: int) -> Any:
+        """Of a warpgroup and the i-th triple of segment, value head and BV channels."""
+        return i % self.VB * self.config.BV + group * ROWS
 
 
 @T.macro
@@ -173,12 +173,13 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
     output = T.alloc_fragment((ROWS, BT), f32)
     step = T.alloc_var("int32")
     r = SimpleNamespace(state=state, state_io=state_io, value=value, value_io=value_io, output=output)
-    segments, chunk_tokens, o, h = x.segments, x.chunk_tokens, x.o, x.h
+    segments, chunk_tokens, o, h, HV = x.segments, x.chunk_tokens, x.o, x.h, x.v.shape[1]
     T.set_max_nreg(REGISTERS if z.rounds_whole else WIDE_REGISTERS, 1)
     step = 0
-    for n in T.serial(T.ceildiv(segments.shape[0] * p.HV * z.VB - i_block, blocks)):
+    for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
         i = i_block + n * blocks
-        i_s, i_h, v0 = z.find_triple(i, group)
+        i_s, i_h, _ = split_block(i, segments.shape[0], HV, z.VB)
+        v0 = z.first_channel(i, group)
         _, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
         for m, part in enumerate(state):
             load_state(part, x.states, i_s, segments, i_h, v0, m * z.width)
@@ -212,15 +213,15 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
 @T.macro
 def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
     """The part of the warp that loads."""
-    p, BT = z.case.problem, z.case.BT
-    segments, chunk_tokens = x.segments, x.chunk_tokens
+    BT = z.case.BT
+    segments, chunk_tokens, HV = x.segments, x.chunk_tokens, x.v.shape[1]
     step = T.alloc_var("int32")
     T.set_max_nreg(LOADER_REGISTERS, 0)
     if T.get_thread_binding() < z.config.consumers + PRODUCER:
         step = 0
-        for n in T.serial(T.ceildiv(segments.shape[0] * p.HV * z.VB - i_block, blocks)):
+        for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
             i = i_block + n * blocks
-            i_s, i_h, _ = z.find_triple(i, 0)
+            i_s, i_h, _ = split_block(i, segments.shape[0], HV, z.VB)
             first, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
             for c in T.serial(chunks):
                 slot, phase = first_ring.place_to_fill(step)
@@ -231,7 +232,7 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                 if not z.rounds_whole:
                     load_parts(x.qg, i_t, i_h, tiles.qg, slot, first_ring.full)
                 for group in list(range(z.groups)):
-                    v0 = z.find_triple(i, group)[2]
+                    v0 = z.first_channel(i, group)
                     load_values(x.v, tiles.v[group], first_ring.full, slot, start + c * BT, end, i_h, v0)
                 if z.config.early:
                     first_ring.commit(slot)
@@ -291,13 +292,13 @@ def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, lo
     ``load_state`` is a macro of the fragment to fill, that tensor, the segment, its row of ``segments``, the head and
     the first channels of value and key.
     """
-    z, HV = Sizes(case, config), case.problem.HV
+    z, heads = Sizes(case, config), Heads.of(case.problem)
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
     inputs = {"v": "tokens HV V : io", **FACTORS, "states": start, **TABLES}
 
-    @prim_func(case, inputs | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS)
+    @prim_func(case, inputs | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def recurrence(v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht, h):
-        blocks = T.min(NS * HV * z.VB, case.device.num_sms)
+        blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
         with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
             read = {"v": v, "A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay, "states": states}
             tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}

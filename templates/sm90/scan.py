@@ -13,6 +13,7 @@ import torch
 
 from kda_tl.core.stage import Case, Cost, Operands
 from kda_tl.templates.common.chunks import join_chunks, split_chunks
+from kda_tl.templates.common.heads import split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, at_state
 from kda_tl.templates.sm90.hopper import count_bytes
@@ -132,7 +133,7 @@ def store_gradient(p, state, dh0, cut, w):
 
 
 @T.macro
-def scan(case, config, load_state, registers, cut, i_block, NS, x):
+def scan(case, config, load_state, registers, cut, i_block, NS, HV, x):
     """A kernel's body: a block takes one direction of a (segment, value head, BV rows), backwards in the first half.
 
     Args:
@@ -143,14 +144,14 @@ def scan(case, config, load_state, registers, cut, i_block, NS, x):
         cut: whether segments may be parts of a sequence.
         i_block: the thread block.
         NS: number of segments.
+        HV: number of value heads.
         x: the tensors; starts and ends are states, and gradients of states, that segments start from.
     """
     p, BT, BV, stages, consumers = case.problem, case.BT, config.BV, config.num_stages, config.consumers
-    HV, KP, VB, io = p.HV, p.KP, p.V // config.BV, TL_DTYPE[p.dtype]
+    KP, VB, io = p.KP, p.V // config.BV, TL_DTYPE[p.dtype]
     back = i_block < NS * HV * VB  # first: it loads more
-    i_s = i_block // (HV * VB) % NS
-    i_h = i_block // VB % HV
-    v0 = i_block % VB * BV
+    i_s, i_h, i_v = split_block(i_block - T.if_then_else(back, 0, NS * HV * VB), NS, HV, VB)
+    v0 = i_v * BV
     first, chunks, start, end = find_chunks(x.segments, x.chunk_tokens, i_s)
     i_n = x.segments[i_s, 2]
     tiles = alloc_tiles(case, config)  # forwards, the first slot of Aqk is the identity

@@ -41,12 +41,12 @@ class FakeConfig(Config):
 
 
 def build(case: Case, config: FakeConfig) -> Any:
-    kind, K, HV = config.kind, case.problem.K, case.problem.HV
+    kind, K = config.kind, case.problem.K
     if kind == "broken":
         raise ValueError("this config cannot be built")
     if kind == "dies":
         os._exit(3)
-    tokens = T.dynamic("tokens")
+    tokens, HV = T.dynamic("tokens"), T.dynamic("HV")
     wrong = 1.5 if kind == "wrong" else 1.0
     last = K - 1 if kind == "unwritten" else K
 
@@ -73,7 +73,9 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 
 TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3, "fp32": 1e-5}
-STAGE = Stage("fake", INPUTS, OUTPUTS, FakeConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",))
+STAGE = Stage(
+    "fake", INPUTS, OUTPUTS, FakeConfig, build, reference, default, cost, TOLERANCE, depends=(), scalars=("scale",)
+)
 PIPELINE = Pipeline("fake", "fwd", (STAGE,))
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 BENCH = StageFixture(pipeline=PIPELINE, workload=WORKLOAD, device=cpu_device(), BT=16, BC=16)

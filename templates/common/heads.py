@@ -1,0 +1,80 @@
+"""Numbers of heads, which kernels are told at the launch, and what part of the work a thread block has.
+
+Coordinates of a block are variables, computed once: TileLang 0.1.15 writes expressions out in every address, where a
+division by a number of heads took 660 instructions. It cannot tell what range a variable has, so that is said, or it
+would guard every access.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kda_tl.core.problem import Problem
+from kda_tl.templates.common.language import T
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of query/key heads and of value heads; one variable where both are the same by construction."""
+
+    H: Any
+    HV: Any
+
+    @classmethod
+    def of(cls, problem: Problem) -> Heads:
+        """Variables of one kernel."""
+        HV = T.dynamic("HV")
+        return cls(T.dynamic("H") if problem.grouped else HV, HV)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """For :func:`kda_tl.templates.common.tile.prim_func`."""
+        return {"H": self.H, "HV": self.HV}
+
+    def of_keys(self, i_hv: Any) -> Any:
+        """The query/key head of a value head."""
+        return i_hv if self.H is self.HV else _find_shared(i_hv, self.H, self.HV)
+
+    def of_values(self, i_h: Any) -> tuple[Any, Any]:
+        """The first value head of a query/key head, and how many there are."""
+        return (i_h, 1) if self.H is self.HV else _find_group(i_h, self.H, self.HV)
+
+
+@T.macro
+def _find_shared(i_hv, H, HV):
+    i_h = T.alloc_var("int32")
+    i_h = T.truncdiv(i_hv * H, HV)
+    T.assume(0 <= i_h)
+    T.assume(i_h < H)
+    return i_h
+
+
+@T.macro
+def _find_group(i_h, H, HV):
+    first = T.alloc_var("int32")
+    count = T.alloc_var("int32")
+    count = T.truncdiv(HV, H)
+    first = i_h * count
+    T.assume(0 <= first)
+    T.assume(first + count <= HV)
+    return first, count
+
+
+@T.macro
+def split_block(i_block, outer, heads, inner=1, backwards=False):
+    """Which of ``outer`` chunks, sequences or segments a block has, which head, and which of ``inner`` parts.
+
+    Parts lie side by side, then heads; with ``backwards`` the last of ``outer`` comes first.
+    """
+    i_outer = T.alloc_var("int32")
+    i_head = T.alloc_var("int32")
+    i_outer = T.truncdiv(i_block // inner, heads)
+    i_head = i_block // inner - i_outer * heads
+    if backwards:
+        i_outer = outer - 1 - i_outer
+    T.assume(0 <= i_outer)
+    T.assume(i_outer < outer)
+    T.assume(0 <= i_head)
+    T.assume(i_head < heads)
+    return i_outer, i_head, i_block % inner
