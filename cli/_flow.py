@@ -18,8 +18,8 @@ from kda_tl.cli._target import find_one_known
 from kda_tl.core.device import Device
 from kda_tl.core.layout import make_layout
 from kda_tl.core.stage import Case, Plan
-from kda_tl.runtime.compile import Slot
 from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.kernel import Slot
 from kda_tl.tune.plan_search import require_pipeline
 
 

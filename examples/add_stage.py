@@ -18,7 +18,8 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, tunable
 from kda_tl.database.gpus import known_device
 from kda_tl.reference import relative_error
-from kda_tl.runtime.compile import compile_stage, generate_source
+from kda_tl.runtime.compile import compile_stage
+from kda_tl.runtime.lower import generate_source
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import Tile, prim_func
 

@@ -19,11 +19,14 @@ from kda_tl.errors import (
 
 if TYPE_CHECKING:
     from kda_tl import fla
+    from kda_tl.bundle.sources import use_kernels
     from kda_tl.database.store import use
     from kda_tl.ops.entry import explain
     from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn
     from kda_tl.ops.kda import chunk_kda
     from kda_tl.ops.memory import workspace_bytes
+    from kda_tl.ops.warmup import warmup
+    from kda_tl.runtime.compile import no_compile
     from kda_tl.runtime.dispatch import pin
 
 __version__ = "0.1.0"
@@ -46,8 +49,11 @@ __all__ = [
     "chunk_kda",
     "explain",
     "fla",
+    "no_compile",
     "pin",
     "use",
+    "use_kernels",
+    "warmup",
     "workspace_bytes",
 ]
 
@@ -57,8 +63,11 @@ _LAZY = {
     "chunk_gdn": "kda_tl.ops.gated_delta_rule",
     "chunk_kda": "kda_tl.ops.kda",
     "explain": "kda_tl.ops.entry",
+    "no_compile": "kda_tl.runtime.compile",
     "pin": "kda_tl.runtime.dispatch",
     "use": "kda_tl.database.store",
+    "use_kernels": "kda_tl.bundle.sources",
+    "warmup": "kda_tl.ops.warmup",
     "workspace_bytes": "kda_tl.ops.memory",
 }
 

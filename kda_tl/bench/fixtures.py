@@ -21,7 +21,8 @@ from kda_tl.core.pipeline import Pipeline, operand_shapes
 from kda_tl.core.stage import Case, Operands, Plan, Stage
 from kda_tl.errors import CompileError
 from kda_tl.reference import recurrent_gradients, recurrent_kda
-from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.runtime.compile import compile_stage
+from kda_tl.runtime.kernel import Kernel
 from kda_tl.runtime.program import Program
 
 STAGE_CHECK_TOKENS = 160  # three chunks of 64, the last ragged

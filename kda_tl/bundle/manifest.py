@@ -29,14 +29,18 @@ class Entry:
     Attributes:
         stage: name of its template.
         built_for: see :func:`specialisation`.
+        arch: architecture of the device.
         sources: :func:`kda_tl.templates.fingerprint` of the stage when it was built.
         cuda: :func:`kda_tl.runtime.compile.hash_kernel`.
         binary, sha256, bytes: a shared library's file name, hash and size.
         parameters, launch: how the device function is called, as ``launcher.cc`` reads them.
+        threads, smem_bytes: a block's, the latter what is asked for at the launch; None where no constant tells.
+        registers, local_bytes: a thread's.
     """
 
     stage: str
     built_for: Mapping[str, Any]
+    arch: str
     sources: str
     cuda: str
     binary: str
@@ -44,6 +48,10 @@ class Entry:
     bytes: int
     parameters: str
     launch: str
+    threads: int | None
+    smem_bytes: int | None
+    registers: int | None
+    local_bytes: int | None
 
 
 def specialisation(stage: Stage, case: Case, config: Config) -> dict[str, Any]:

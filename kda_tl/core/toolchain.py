@@ -93,6 +93,11 @@ def cache_folders() -> tuple[str, str]:
     return os.path.join(root, "kernels"), os.path.join(root, ".staging")
 
 
+def own_folder() -> str:
+    """Where kernels for CUDA are kept, as libraries that load without TileLang: beside those that TileLang keeps."""
+    return os.path.join(cache_directory(), "kda_tl")
+
+
 def is_of_cache(error: OSError) -> bool:
     """Whether an error is about TileLang's folder: one that turned read-only, or is full, after it was imported."""
     directory, refused = cache_directory(), str(error.filename)
@@ -127,14 +132,16 @@ def replace_cache(error: OSError) -> None:
             f"{CACHE_VARIABLE} to a directory you may write."
         ) from error
     _refused = reason
-    kept, _ = cache_folders()
+    kept = cache_folders()[0], own_folder()
     os.environ[CACHE_VARIABLE] = folder  # which is read for each kernel
     kernels, staging = cache_folders()
-    for made in (kernels, staging):
+    for made in (kernels, staging, own_folder()):
         os.makedirs(made, exist_ok=True)
-    with contextlib.suppress(OSError):
-        for name in os.listdir(kept):
-            os.symlink(os.path.join(kept, name), os.path.join(kernels, name))
+    for old, new in zip(kept, (kernels, own_folder()), strict=True):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(old):
+                if not name.endswith(".lock"):  # which would be taken where nothing can be written
+                    os.symlink(os.path.join(old, name), os.path.join(new, name))
     atexit.register(_remove, folder, os.getpid())
     warnings.warn(
         f"kernels cannot be kept in {reason}, so every process compiles its own: set {CACHE_VARIABLE} to a "

@@ -1,7 +1,7 @@
 """Memory that a call takes beside its arguments and results, known before anything is compiled or launched."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,12 +13,41 @@ from kda_tl.errors import InputError, UnsupportedError
 from kda_tl.ops import load_all
 from kda_tl.ops.call import backward_problem, choose_backward_of, pose
 from kda_tl.ops.entry import needs_gradients, settle
+from kda_tl.ops.operator import Bounds
 from kda_tl.runtime.dispatch import DEFAULT_BT, PlanSelection, select_cached
 from kda_tl.runtime.program import record
 from kda_tl.runtime.replay import Workspace
 from kda_tl.templates.pipelines import PIPELINES
 
 _CPU = torch.device("cpu")
+
+
+class PosedCall(NamedTuple):
+    """What decides the plans of a call."""
+
+    problem: Problem  # of its forward
+    device: Device
+    bounds: Bounds
+    chunk_size: int | None
+    trains: bool = False  # autograd records it
+    keep: bool = False  # disable_recompute
+
+
+def pose_call(args: tuple[Any, ...], kwargs: dict[str, Any], operator: str, device: Device | None) -> PosedCall:
+    """A call by its arguments, or by a problem. Raises InputError as the operator, or for unequal sequences."""
+    if args and isinstance(args[0], Problem):
+        problem, where = args[0], device or current_device()
+        if problem.varlen or problem.tokens % max(1, problem.sequences):
+            raise InputError("a problem does not tell the lengths of unequal sequences: pass the call's arguments.")
+        bounds = dense_bounds(problem.sequences, problem.tokens // max(1, problem.sequences))
+        chunk_size = DEFAULT_BT if problem.intermediate_states else None
+        return PosedCall(replace(problem, direction="fwd"), where, bounds, chunk_size)
+    declared = load_all()[operator]
+    a = settle(declared, declared.bind(*args, **kwargs))
+    bounds = declared.find_bounds(a)
+    problem, where, chunk_size = pose(declared, a, bounds)
+    keep = bool(getattr(a, "disable_recompute", False))
+    return PosedCall(problem, where, bounds, chunk_size, needs_gradients(declared, a), keep)
 
 
 def workspace_bytes(
@@ -45,25 +74,13 @@ def workspace_bytes(
     """
     if direction not in DIRECTIONS:
         raise InputError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}.")
-    trains, keep = direction == "bwd", False
-    if args and isinstance(args[0], Problem):
-        problem, where = args[0], device or current_device()
-        if problem.varlen or problem.tokens % max(1, problem.sequences):
-            raise InputError("a problem does not tell the lengths of unequal sequences: pass the call's arguments.")
-        bounds = dense_bounds(problem.sequences, problem.tokens // max(1, problem.sequences))
-        chunk_size = DEFAULT_BT if problem.intermediate_states else None
-    else:
-        declared = load_all()[operator]
-        a = settle(declared, declared.bind(*args, **kwargs))
-        bounds = declared.find_bounds(a)
-        problem, where, chunk_size = pose(declared, a, bounds)
-        trains = trains or needs_gradients(declared, a)
-        keep = bool(getattr(a, "disable_recompute", False))
-    problem = replace(problem, direction="fwd")
-    plan = _choose_plan(select_cached(problem, where, chunk_size))
+    call = pose_call(args, kwargs, operator, device)
+    problem, where, bounds = call.problem, call.device, call.bounds
+    trains = direction == "bwd" or call.trains
+    plan = _choose_plan(select_cached(problem, where, call.chunk_size))
     residuals: tuple[str, ...] = ()
     if trains:
-        backward = choose_backward_of(problem, where, chunk_size, plan, keep)
+        backward = choose_backward_of(problem, where, call.chunk_size, plan, call.keep)
         residuals = backward.residuals
     if direction == "bwd":
         plan = _choose_plan(backward.choice)

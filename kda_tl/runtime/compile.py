@@ -1,27 +1,32 @@
-"""From a stage and a config to a kernel that can be called: compiled once a process, kept on disk by TileLang."""
+"""From a stage and a config to a kernel that can be called.
+
+Kernels are looked for in this process, in bundles, and among those that this user's processes compiled before. What is
+nowhere is compiled: lowered one after the other, since TVM works in this process, and handed to compilers side by side.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import logging
 import os
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from kda_tl.core.device import Device, find_compiler
-from kda_tl.core.dtypes import TORCH_DTYPE
-from kda_tl.core.stage import Case, Config, Stage, TensorSpec, dim_size, static_sizes
-from kda_tl.core.toolchain import import_tilelang, is_of_cache, replace_cache, warn_if_not_kept
+from kda_tl.bundle import cache, sources
+from kda_tl.bundle.load import link_binary
+from kda_tl.bundle.manifest import Entry
+from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.core.toolchain import is_of_cache, replace_cache, warn_if_not_kept
 from kda_tl.errors import CompileError, KdaTlError
-
-# exp2 and division as single instructions (2 ulp): far below the rounding of the io dtype, see stage tolerances
-_CUDA_PASS_CONFIGS = {"tl.enable_fast_math": True}
+from kda_tl.runtime.kernel import Binary, Kernel
+from kda_tl.runtime.lower import generate_source, hash_source, pass_configs, require_compiler
 
 # The C target's header includes half.hpp, which takes g++ 0.7 of a kernel's 1.0 s; kernels there are fp32 and need no
 # more than the type's name. TileLang 0.1.15 splits flags at spaces and has them in its cache's key, so this is no file.
@@ -29,228 +34,82 @@ _CPU_FLAGS = [
     "-DHALF_HALF_HPP",  # its include guard
     "-Dhalf_float=half_float_t=float;namespace/**/half_float{class/**/half;}using/**/half_float",  # after a "using"
 ]
+JIT_VARIABLE = "KDA_TL_JIT"
+
+Job = tuple[Stage, Case, Config]  # what a kernel is made of
+_Key = tuple[str, Case, Config]
+
+_log = logging.getLogger("kda_tl")
+_kernels: dict[_Key, Kernel] = {}
+_binaries: dict[_Key, Binary] = {}  # by what they were built for, see Stage.specialise
+_compiling = threading.Lock()
+_forbidden: ContextVar[bool] = ContextVar("kda_tl_no_compile", default=False)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A tensor parameter of a kernel: everything known of it but the lengths.
+class Library:
+    """A kernel as a library on disk."""
 
-    Attributes:
-        present: False if the problem does not have it, and a :func:`placeholder` is passed.
-        dtype: as the kernel reads it; on the CPU every float is fp32.
-        dims: sizes, or names of sizes known at the call: those of a layout.
-    """
-
-    name: str
-    written: bool
-    present: bool
-    dtype: torch.dtype
-    dims: tuple[int | str, ...]
-
-    @classmethod
-    def of(cls, name: str, text: str, case: Case, *, written: bool) -> Slot:
-        """The slot of a tensor spec for a case."""
-        spec, problem, static = TensorSpec.parse(text), case.problem, static_sizes(case)
-        element = spec.element(problem)
-        dims = list(spec.dims)
-        if problem.state_v_first and spec.is_state:
-            dims[2:] = "V", "K"
-        return cls(
-            name=name,
-            written=written,
-            present=spec.present(problem),
-            dtype=TORCH_DTYPE[element if element == "i32" or case.device.kind != "cpu" else "fp32"],
-            dims=tuple(int(dim) if dim.isdigit() else static.get(dim, dim) for dim in dims),
-        )
-
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Sizes of the tensor that is passed."""
-        if not self.present:
-            return (1,)
-        return tuple(dim if isinstance(dim, int) else dim_size(dim, sizes) for dim in self.dims)
-
-
-def slots_of(stage: Stage, case: Case) -> tuple[Slot, ...]:
-    """The tensor parameters of a stage's kernels: its inputs, then its outputs. Nothing is compiled for them."""
-    tensors = {**stage.inputs, **stage.outputs}
-    return tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
-
-
-class Binary:
-    """What was compiled: ``jit`` is TileLang's kernel."""
-
-    def __init__(self, jit: Any) -> None:
-        self.jit = jit
+    def __init__(self, job: Job, path: Path, entry: Entry | None = None) -> None:
+        self.job, self.path, self.entry = job, path, entry
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
-        """Linked when first asked for, by a compiler: processes that compile for others never launch."""
-        return _host_function(self.jit)
+        """Its host function, linked when first asked for."""
+        return link_binary(self.path)
 
     @property
     def source(self) -> str:
-        """The generated CUDA or C."""
+        """The CUDA, which is generated anew."""
+        return generate_source(*self.job)
+
+
+class CpuBinary:
+    """A kernel of TileLang's C target: ``jit`` is TileLang's."""
+
+    def __init__(self, jit: Any) -> None:
+        self.jit = self.function = jit
+
+    @property
+    def source(self) -> str:
+        """The C."""
         return str(self.jit.get_kernel_source())
 
 
-class Kernel:
-    """A compiled stage, as a problem uses it: ``slots`` are the stage's inputs, then its outputs.
-
-    Problems that differ in what the stage ignores share the binary. Its host function is called with tensors in the
-    order of the slots, then the scalars.
-    """
-
-    def __init__(self, stage: Stage, case: Case, config: Config, binary: Binary) -> None:
-        self.stage, self.case, self.config, self.binary = stage, case, config, binary
-        self.slots = slots_of(stage, case)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The host function of the binary."""
-        return self.binary.function
-
-    @property
-    def source(self) -> str:
-        """The generated CUDA or C."""
-        return self.binary.source
-
-    def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
-        """Uninitialised outputs; None for those the problem does not have."""
-        return [
-            torch.empty(slot.shape(sizes), dtype=slot.dtype, device=device) if slot.present else None
-            for slot in self.slots
-            if slot.written
-        ]
-
-    def launch(self, tensors: Mapping[str, Any], outputs: Sequence[torch.Tensor | None], device: torch.device) -> None:
-        """Writes the outputs. ``tensors`` are the stage's inputs and scalars by name; does not wait for the device."""
-        written = iter(outputs)
-        args = []
-        for slot in self.slots:
-            x = next(written) if slot.written else tensors[slot.name]
-            if not slot.present or x is None:
-                x = placeholder(slot.dtype, device)
-            elif not slot.written and device.type == "cpu":  # fp32 kernels: cast at the boundary
-                x = x.to(slot.dtype).contiguous()
-            args.append(x)
-        self.function(*args, *(tensors[name] for name in self.stage.scalars))
-
-    def __call__(self, tensors: Mapping[str, Any], sizes: Mapping[str, int], device: torch.device) -> Sequence[Any]:
-        """Allocates the outputs, launches, and returns them in the stage's order."""
-        outputs = self.allocate(sizes, device)
-        self.launch(tensors, outputs, device)
-        return outputs
-
-
-def _host_function(jit: Any) -> Callable[..., Any]:
-    """The function behind tilelang 0.1.15's wrappers, which check arguments a second time in Python (4 us a launch).
-
-    A ``tvm_ffi.Function``, but for the C target, whose backend has none.
-    """
-    executable = getattr(jit.adapter, "_get_executable", None)
-    if executable is None:  # the C target's backend has another adapter
-        return jit
-    module = executable()
-    if hasattr(type(module), "jit"):  # just compiled; from the disk cache it is linked already
-        module = module.jit()
-    function: Callable[..., Any] = module.main
-    return function
-
-
-@functools.cache
-def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one-element tensor that stands for an absent optional tensor; kernels never touch it."""
-    return torch.zeros(1, dtype=dtype, device=device)
-
-
-_kernels: dict[tuple[str, Case, Config], Kernel] = {}
-_binaries: dict[tuple[str, Case, Config], Binary] = {}  # by what they were built for, see Stage.specialise
-_compiling = threading.Lock()
-
-
 def compile_stage(stage: Stage, case: Case, config: Config) -> Kernel:
-    """The kernel of a stage, from this process's cache, TileLang's disk cache, or the compiler.
+    """The kernel of a stage: see :func:`compile_stages`."""
+    return compile_stages([(stage, case, config)])[0]
 
-    Raises CompileError if the config is rejected, no compiler or no TileLang that works was found, or one refused.
+
+def compile_stages(jobs: Sequence[Job]) -> list[Kernel]:
+    """The kernels of some stages, in order; those that must be compiled are compiled side by side.
+
+    Raises CompileError if a config is rejected, no compiler or no TileLang that works was found, one refused, or
+    compiling is off.
     """
-    case = replace(case, problem=case.problem.without_lengths())
-    key = (stage.name, case, config)
-    found = _kernels.get(key)
-    if found is None:
+    wanted = [(stage, replace(case, problem=case.problem.without_lengths()), config) for stage, case, config in jobs]
+    if any(_key(*job) not in _kernels for job in wanted):
         with _compiling:
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels[key] = Kernel(stage, case, config, _load_binary(stage, case, config))
-    return found
+            _make_kernels([job for job in wanted if _key(*job) not in _kernels])
+    return [_kernels[_key(*job)] for job in wanted]
 
 
-def _load_binary(stage: Stage, case: Case, config: Config) -> Binary:
-    reason = config.reject(case)
-    if reason:
-        raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
-    case = stage.specialise(case)
-    key = (stage.name, case, config)
-    if key not in _binaries:
-        _binaries[key] = _compile(stage, case, config)
-    return _binaries[key]
+def is_ready(stage: Stage, case: Case, config: Config) -> bool:
+    """Whether a kernel for CUDA is there, so that nothing needs to be compiled; its binary is not read."""
+    job = stage, stage.specialise(case), config
+    return _key(*job) in _binaries or sources.holds(*job) or cache.find(cache.name_of(*job)) is not None
 
 
-def _compile(stage: Stage, case: Case, config: Config) -> Binary:
-    require_compiler(case.device)
-    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
-    # Stages that ignore a flag of the problem compile to the same kernel twice, which its cache warns about; and of a
-    # kernel that it could not keep it prints a traceback, on stdout.
-    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
+@contextlib.contextmanager
+def no_compile() -> Iterator[None]:
+    """Inside a ``with`` block of this thread or task, calls raise CompileError instead of compiling a kernel.
+
+    ``KDA_TL_JIT=0`` in the environment does the same for all calls of a process.
+    """
+    token = _forbidden.set(True)
     try:
-        try:
-            jit = _run_tilelang(stage, case, config)
-        except OSError as error:
-            if not is_of_cache(error):
-                raise
-            replace_cache(error)
-            jit = _run_tilelang(stage, case, config)
-    except Exception as error:  # TileLang raises whatever its passes, TVM or the compiler's wrapper raise
-        if isinstance(error, KdaTlError):
-            raise
-        last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-        raise CompileError(
-            f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
-        ) from error
-    warn_if_not_kept(jit)
-    return Binary(jit)
-
-
-def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
-    import tilelang
-
-    cpu = case.device.kind == "cpu"
-    return tilelang.compile(
-        stage.build(case, config),
-        target=case.device.target,
-        execution_backend="cython" if cpu else "auto",
-        pass_configs=pass_configs(stage, case) or None,
-        compile_flags=_CPU_FLAGS if cpu else None,
-    )
-
-
-def pass_configs(stage: Stage, case: Case) -> dict[str, Any]:
-    return {} if case.device.kind == "cpu" else {**_CUDA_PASS_CONFIGS, **stage.passes(case)}
-
-
-def lower(stage: Stage, case: Case, config: Config, **options: Any) -> Any:
-    """A kernel lowered to source, TileLang's artifact: neither its device nor a compiler need be here."""
-    import_tilelang()
-    import tilelang
-    from tilelang import tvm
-
-    target = tilelang.backend.target.determine_target(case.device.target, return_object=True)
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs(stage, case)), target:
-        return tilelang.lower(stage.build(case, config), target=target, **options)
-
-
-def generate_source(stage: Stage, case: Case, config: Config) -> str:
-    """The CUDA or C of a kernel."""
-    return str(lower(stage, case, config).kernel_source)
+        yield
+    finally:
+        _forbidden.reset(token)
 
 
 def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
@@ -261,40 +120,138 @@ def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
     another one generates other text.
     """
     case = stage.specialise(case)
-    compiled = _binaries.get((stage.name, case, config))
-    source = compiled.source if compiled else generate_source(stage, case, config)
-    text = f"{sorted(pass_configs(stage, case).items())}\n{number_names(source)}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    binary = _binaries.get(_key(stage, case, config))
+    if isinstance(binary, Library) and binary.entry is not None:
+        return binary.entry.cuda
+    return hash_source(binary.source if binary else generate_source(stage, case, config), pass_configs(stage, case))
 
 
-# Two words in a row are a type and a name that it declares
-_WORD = r"(?!(?:return|else|extern|for|if|while)\b)[A-Za-z_]\w*"
-_DECLARED = re.compile(rf"\b{_WORD}[*&]*\s+(?:__restrict__\s+)?({_WORD})\b(?!\s*[\w*&])")
-_TILE = re.compile(
-    r"^ +void\* (\w+?)((?:_\d+)?) = (?=\(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\);$)", re.MULTILINE
-)
+def _key(stage: Stage, case: Case, config: Config) -> _Key:
+    return stage.name, case, config
 
 
-def number_names(source: str) -> str:
-    """Generated code with its variables numbered by first use, so that renaming one in a template changes nothing.
+def _make_kernels(jobs: Sequence[Job]) -> None:
+    """Fills ``_kernels``."""
+    built_for: dict[_Key, Job] = {}
+    for stage, case, config in jobs:
+        if reason := config.reject(case):
+            raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
+        job = stage, stage.specialise(case), config
+        built_for[_key(*job)] = job
+    missing = {key: job for key, job in built_for.items() if key not in _binaries}
+    found = {key: binary for key, job in missing.items() if (binary := _find(*job))}
+    _binaries.update(found)
+    if unknown := {key: job for key, job in missing.items() if key not in found}:
+        _binaries.update(_compile(unknown))
+    for stage, case, config in jobs:
+        binary = _binaries[_key(stage, stage.specialise(case), config)]
+        _kernels[_key(stage, case, config)] = Kernel(stage, case, config, binary)
 
-    Of tiles in shared memory whose names differ in a number only, the addresses alone are declared: TileLang 0.1.15
-    lays out tiles that were given one name in the order of their addresses in the process, which changes.
-    """
-    declared = set(_DECLARED.findall(source)) - set(re.findall(r"\b(\w+)\(", source))
-    tiles = [found[1] for found in _TILE.finditer(source)]
-    numbers = dict[str, str]()
 
-    def number(match: re.Match[str]) -> str:
-        return numbers.setdefault(match[0], f"#{len(numbers)}") if match[0] in declared else match[0]
+def _find(stage: Stage, case: Case, config: Config) -> Binary | None:
+    """A kernel that was compiled before, by anybody."""
+    if case.device.kind == "cpu":  # TileLang's cache knows
+        return None
+    job = stage, case, config
+    for path in sources.find_binaries(*job):
+        library = Library(job, path)
+        try:
+            library.function  # noqa: B018 (a system that cannot load it is told, and the next source asked)
+        except KdaTlError as error:
+            sources.warn(str(error))
+            continue
+        return library
+    found = cache.find(cache.name_of(*job))
+    return Library(job, *found) if found else None
 
-    settled = _TILE.sub(lambda found: found[0] if tiles.count(found[1]) == 1 else "", source)
-    return re.sub(r"\b[A-Za-z_]\w*\b", number, settled[settled.find('extern "C"') :])
+
+def _compile(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
+    device = next(iter(jobs.values()))[1].device
+    names = ", ".join(sorted({stage.name for stage, _, _ in jobs.values()}))
+    what = f"{len(jobs)} kernel{'s' * (len(jobs) > 1)} for {device.arch} ({names})"
+    if _forbidden.get() or os.environ.get(JIT_VARIABLE, "1") == "0":
+        off = "kda_tl.no_compile()" if _forbidden.get() else f"{JIT_VARIABLE}=0"
+        raise CompileError(f"{what} would have to be compiled, which {off} forbids: make them with `kda-tl compile`.")
+    require_compiler(device)
+    _log.info("Compiling %s, which no bundle has; `kda-tl compile` makes them ahead of time.", what)
+    start = time.monotonic()
+    made = {k: _compile_for_cpu(*job) for k, job in jobs.items()} if device.kind == "cpu" else _compile_for_cuda(jobs)
+    _log.info("Compiled %s in %.1f s.", what, time.monotonic() - start)
+    return made
 
 
-def require_compiler(device: Device) -> None:
-    """Raises CompileError with what to install if kernels cannot be built for a device: no compiler, no TileLang."""
-    if find_compiler(device) is None:
-        what = "nvcc (a CUDA toolkit of 12.3 or later)" if device.kind == "cuda" else "a C++ compiler (g++ or clang++)"
-        raise CompileError(f"no compiler found for {device.arch}: install {what} and put it on the PATH.")
-    import_tilelang()
+def _compile_for_cpu(stage: Stage, case: Case, config: Config) -> Binary:
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
+    # Of a kernel that its cache could not keep it prints a traceback, on stdout
+    logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
+    with _explaining(stage, case, config):
+        try:
+            jit = _run_tilelang(stage, case, config)
+        except OSError as error:
+            if not is_of_cache(error):
+                raise
+            replace_cache(error)
+            jit = _run_tilelang(stage, case, config)
+    warn_if_not_kept(jit)
+    return CpuBinary(jit)
+
+
+def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
+    import tilelang
+
+    function = stage.build(case, config)
+    return tilelang.compile(function, target="c", execution_backend="cython", compile_flags=_CPU_FLAGS)
+
+
+def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
+    """Compiles what no other process has compiled while this one waited for it. All take the locks in one order."""
+    from kda_tl.runtime.binary import compile_library, lower_kernel
+
+    made: dict[_Key, Binary] = {}
+    futures: dict[_Key, tuple[str, Future[tuple[bytes, Entry]]]] = {}
+    with contextlib.ExitStack() as held, ThreadPoolExecutor(max_workers=os.cpu_count()) as compilers:
+        for name, key in sorted((cache.name_of(*job), key) for key, job in jobs.items()):
+            _lock(held, name)
+            if found := cache.find(name):
+                made[key] = Library(jobs[key], *found)
+                continue
+            with _explaining(*jobs[key]):
+                lowered = lower_kernel(*jobs[key])
+            futures[key] = name, compilers.submit(compile_library, lowered)
+        for key, (name, future) in futures.items():
+            with _explaining(*jobs[key]):
+                content, entry = future.result()
+                made[key] = Library(jobs[key], _keep(name, content, entry), entry)
+    return made
+
+
+def _lock(held: contextlib.ExitStack, name: str) -> None:
+    try:
+        held.enter_context(cache.lock(name))
+    except OSError as error:
+        if not is_of_cache(error):
+            raise
+        replace_cache(error)
+        held.enter_context(cache.lock(name))
+
+
+def _keep(name: str, content: bytes, entry: Entry) -> Path:
+    try:
+        return cache.add(name, content, entry)
+    except OSError as error:
+        replace_cache(error)
+        return cache.add(name, content, entry)
+
+
+@contextlib.contextmanager
+def _explaining(stage: Stage, case: Case, config: Config) -> Iterator[None]:
+    """Makes a CompileError of whatever TileLang's passes, TVM or a compiler's wrapper raise."""
+    try:
+        yield
+    except KdaTlError:
+        raise
+    except Exception as error:
+        last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+        raise CompileError(
+            f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
+        ) from error

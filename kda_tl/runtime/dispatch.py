@@ -1,7 +1,7 @@
 """From a problem to the plan that runs it: the whole policy in :func:`select_plan`, and the caches around it.
 
 Order: 0 a pinned plan, 1 the exact bucket, 2 the nearest bucket on this GPU, 3 another GPU of the same architecture,
-4 the default, 5 the reference path where no compiler was found, or no TileLang that works. Steps 1 to 3 are
+4 the default, 5 the reference path where no kernels are there and none can be compiled. Steps 1 to 3 are
 :func:`kda_tl.database.lookup.iter_hits`.
 """
 
@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from kda_tl.core.stage import BT_CHOICES, Case, Plan
 from kda_tl.core.toolchain import can_import_tilelang, explain_missing
 from kda_tl.database.store import Database, Key, iter_hits, sources, stale_stages
 from kda_tl.errors import InputError, KdaTlWarning
+from kda_tl.runtime.compile import is_ready
 from kda_tl.runtime.program import Program
 
 # When nothing is tuned: the first whose stages take the case. The last runs on every device.
@@ -153,19 +154,17 @@ def select_plan(
     *,
     pin: Pin | None = None,
     chunk_size: int | None = None,
-    compiler: bool = True,
+    runs: Callable[[Plan], bool] | None = None,
     strict: bool = False,
 ) -> PlanSelection:
     """The plan for a problem. Pure: the same arguments give the same choice, nothing is compiled or measured.
 
-    The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``compiler`` says
-    whether kernels can be built, and with ``strict`` entries measured with other templates than today's are misses
-    instead of marked stale. Raises InputError if the pinned plan cannot run this problem or has another chunk size, no
-    plan is of the pinned numerics class, or the device has no room for the chunk size.
+    The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``runs`` says whether
+    a plan's kernels are there or can be compiled, all plans' unless given, and with ``strict`` entries measured with
+    other templates than today's are misses instead of marked stale. Raises InputError if the pinned plan cannot run
+    this problem or has another chunk size, no plan is of the pinned numerics class, or the device has no room for the
+    chunk size.
     """
-    if not compiler:
-        reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
-        return PlanSelection(plan=None, step="reference", source="reference", reason=reason)
     pin = pin if pin and pin.holds_for(problem) else None
     if pin is not None and pin.plan is not None:
         plan = parse_plan(pin.plan.as_dict(), problem, device)
@@ -173,6 +172,8 @@ def select_plan(
             raise InputError(
                 f"the pinned plan has BT={plan.BT}, but chunk_size={chunk_size} was asked for: leave one of them out."
             )
+        if runs and not runs(plan):
+            return _select_reference(device)
         return PlanSelection(plan=plan, step="pinned", source="caller", reason="the caller pinned this plan")
     passed_over: list[str] = []
     numerics = pin.numerics if pin else None
@@ -189,12 +190,18 @@ def select_plan(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
+            if runs and not runs(plan):
+                passed_over.append(f"{hit.reason} But no bundle has its kernels, and none can be compiled here.")
+                continue
             source, over = hit.database.name, tuple(passed_over)
             return PlanSelection(
                 plan=plan, step=hit.step, source=source, reason=hit.reason, stale=stale, passed_over=over
             )
     defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
-    chosen = next((each for each in defaults if numerics in (None, numerics_class(each))), None)
+    possible = [each for each in defaults if numerics in (None, numerics_class(each))]
+    chosen = next((each for each in possible if runs is None or runs(each)), None)
+    if chosen is None and possible:
+        return _select_reference(device)
     if chosen is None:
         raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
     if chunk_size not in (None, chosen.BT):
@@ -202,6 +209,11 @@ def select_plan(
         raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={chosen.BT} or less.")
     reason = f"nothing tuned for {key.text} on {device.slug}; run `kda-tl tune` there"
     return PlanSelection(plan=chosen, step="default", source="default", reason=reason, passed_over=tuple(passed_over))
+
+
+def _select_reference(device: Device) -> PlanSelection:
+    reason = f"{explain_missing(device)}; the recurrence runs in plain PyTorch"
+    return PlanSelection(plan=None, step="reference", source="reference", reason=reason)
 
 
 def _fingerprints(stored_plan: Mapping[str, Any]) -> dict[str, str]:
@@ -225,10 +237,25 @@ def pin(plan: Plan | None = None, *, numerics: str | None = None) -> Iterator[No
 
 
 @functools.cache
-def _settings(device: Device) -> tuple[bool, bool]:
-    """(a compiler was found and TileLang works, KDA_TL_STRICT), read once a process."""
-    compiler = find_compiler(device) is not None and can_import_tilelang()
-    return compiler, os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
+def _is_strict() -> bool:
+    """KDA_TL_STRICT, read once a process."""
+    return os.environ.get("KDA_TL_STRICT", "0") not in ("", "0")
+
+
+@functools.cache
+def _can_compile(device: Device) -> bool:
+    """Whether a compiler was found and TileLang works, tried once a process."""
+    return find_compiler(device) is not None and can_import_tilelang()
+
+
+def _can_run(problem: Problem, device: Device, plan: Plan) -> bool:
+    """Whether a plan's kernels are there or can be compiled. Where they are there TileLang need not be imported."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+    stages = PIPELINES[plan.pipeline].stages_of(problem)
+    found = device.kind == "cuda" and all(is_ready(stage, case, plan.config(stage.name)) for stage in stages)
+    return found or _can_compile(device)
 
 
 def context() -> tuple[Any, ...]:
@@ -245,8 +272,8 @@ def select_cached(problem: Problem, device: Device, chunk_size: int | None = Non
 def _select(
     problem: Problem, device: Device, chunk_size: int | None, databases: Sequence[Database], pinned: Pin | None
 ) -> PlanSelection:
-    compiler, strict = _settings(device)
-    found = select_plan(problem, device, databases, pin=pinned, chunk_size=chunk_size, compiler=compiler, strict=strict)
+    runs = functools.partial(_can_run, problem, device)
+    found = select_plan(problem, device, databases, pin=pinned, chunk_size=chunk_size, runs=runs, strict=_is_strict())
     if found.stale:
         message = f"the plan for {problem.key} is stale: {', '.join(found.stale)} changed since it was tuned"
         warnings.warn(f"{message}. Run `kda-tl tune --stale`.", KdaTlWarning, stacklevel=4)

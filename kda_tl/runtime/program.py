@@ -12,7 +12,8 @@ from kda_tl.core.device import Device
 from kda_tl.core.pipeline import Flow, Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan, Stage
-from kda_tl.runtime.compile import Kernel, compile_stage, slots_of
+from kda_tl.runtime.compile import compile_stages
+from kda_tl.runtime.kernel import Kernel, slots_of
 from kda_tl.runtime.replay import Recording, Replay, trace
 
 Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -58,7 +59,8 @@ class Program:
         pipeline = PIPELINES[plan.pipeline]
         given = pipeline.residuals if from_residuals else ()
         stages = pipeline.flow(problem, given=given).stages
-        kernels = {stage.name: compile_stage(stage, case, plan.config(stage.name)) for stage in stages}
+        made = compile_stages([(stage, case, plan.config(stage.name)) for stage in stages])
+        kernels = {kernel.stage.name: kernel for kernel in made}
         return cls(plan=plan, problem=problem, pipeline=pipeline, kernels=kernels, given=given)
 
     def flow(self, results: Sequence[str] | None = None) -> Flow:

@@ -18,8 +18,8 @@ import torch
 
 from kda_tl.core.pipeline import Flow
 from kda_tl.errors import LaunchError
-from kda_tl.runtime.compile import Kernel, Slot, placeholder
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, set_stream, take_error
+from kda_tl.runtime.kernel import Kernel, Slot, placeholder
 
 ALIGNMENT = 256  # bytes, as PyTorch's allocator
 

@@ -5,29 +5,23 @@ Nothing is timed, so nothing of it may be served; but TileLang's disk cache then
 
 from __future__ import annotations
 
-import re
-import struct
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Case, Config
 from kda_tl.errors import InputError
-from kda_tl.runtime.compile import compile_stage, require_compiler
+from kda_tl.runtime.compile import Library, compile_stage
 from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT
+from kda_tl.runtime.lower import require_compiler
 from kda_tl.tune.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
 from kda_tl.tune.pool import TARGET
 from kda_tl.tune.requests import KernelJob
 from kda_tl.tune.stage_search import count_cores, rank_by_distance, split_space
 
 _COMPILE_TIMEOUT_S = 300.0
-# Records of a kernel: format 4, attribute, size 8, symbol, value; two and more, as four bytes alone may be anything
-_RECORDS = re.compile(rb"(?:\x04[\x11\x12\x23\x2f]\x08\x00.{8}){2,}", re.DOTALL)
-_ATTRIBUTES = {0x2F: "registers", 0x11: "local_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +46,10 @@ class StaticJob(KernelJob):
 
     def run(self) -> dict[str, Any]:
         """Returns fields of :class:`Compiled`."""
-        kernel = compile_stage(self.stage, self.case, self.config)
-        jit = kernel.binary.jit  # TileLang's: host code and binary are asked for here only
-        if self.case.device.kind == "cpu":
-            return {}
-        bounds = re.search(r"__launch_bounds__\((\d+)", kernel.source)
-        found: dict[str, Any] = {"threads": int(bounds[1]) if bounds else None}
-        if "extern __shared__" in kernel.source:  # the launch's last constant, after grid and block
-            constants = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", jit.get_host_source())
-            found["smem_bytes"] = int(constants[-1]) if constants else None
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "kernel.so"
-            jit.export_library(str(library))
-            return found | read_resources(library.read_bytes())
+        binary = compile_stage(self.stage, self.case, self.config).binary
+        entry = binary.entry if isinstance(binary, Library) else None
+        told = ("threads", "smem_bytes", "registers", "local_bytes")
+        return {name: getattr(entry, name) for name in told} if entry else {}
 
 
 def compile_static(
@@ -126,17 +111,3 @@ def _describe(job: StaticJob, result: dict[str, Any] | WorkerFailure) -> Compile
         return Compiled(**known, status="ok", **result)
     kinds: dict[type, str] = {WorkerCrash: "crash", WorkerTimeout: "timeout"}
     return Compiled(**known, status=kinds.get(type(result), "compile"), reason=str(result))
-
-
-def read_resources(library: bytes) -> dict[str, Any]:
-    """Registers and local memory a thread of the one kernel in a library that embeds a cubin; None if there is none.
-
-    Source: section ``.nv.info`` of a cubin is a run of such records; the attributes' numbers are those that
-    ``cuobjdump -elf`` names. Equal to what its ELF headers lead to for four kernels of TileLang 0.1.15, CUDA 13.
-    """
-    found: dict[str, Any] = dict.fromkeys(_ATTRIBUTES.values())
-    for records in _RECORDS.findall(library):
-        for attribute, value in struct.iter_unpack("<xB6xI", records):
-            if attribute in _ATTRIBUTES:
-                found[_ATTRIBUTES[attribute]] = value
-    return found

@@ -19,8 +19,8 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import BundleError
-from kda_tl.runtime.compile import slots_of
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
+from kda_tl.runtime.kernel import slots_of
 
 HOPPER = known_device("nvidia_h200")
 GATE = {"gate": "safe", "has_A_log": True, "has_dt_bias": True}

@@ -35,7 +35,7 @@ def forgetful() -> Iterator[None]:
     """Nothing is remembered of earlier calls, nor of this test's by later ones."""
 
     def forget() -> None:
-        for memory in (dispatch._settings, dispatch._select, call_module._warn_reference):
+        for memory in (dispatch._can_compile, dispatch._is_strict, dispatch._select, call_module._warn_reference):
             memory.cache_clear()
         call_module._bound_calls.clear()
 

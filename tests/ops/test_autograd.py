@@ -36,8 +36,8 @@ from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
 from kda_tl.runtime import dispatch
-from kda_tl.runtime.compile import Kernel
 from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.kernel import Kernel
 
 CPU = cpu_device()
 # fp32 kernels: eleven stages of 2e-5 at most, sums that cancel in dA_log; 16-bit: do and results rounded, 2^-9 each

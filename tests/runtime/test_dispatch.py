@@ -89,7 +89,7 @@ def test_every_step_in_order(tmp_path: Path) -> None:
         assert step([d for d in without_exact if d is not own[1]]) == ("nearest bucket", "own0", plans["near"])
     assert step([sibling]) == ("same architecture", "sibling", plans["other"])
     assert step([]) == ("default", "default", default_plan(PROBLEM, H200))
-    assert step([*own, sibling], pin=pin, compiler=False) == ("reference", "reference", None)
+    assert step([*own, sibling], pin=pin, runs=lambda plan: False) == ("reference", "reference", None)
 
 
 def test_earlier_source_wins_within_a_step(tmp_path: Path) -> None:
@@ -327,8 +327,8 @@ def test_choice_says_what_runs_and_why(tmp_path: Path) -> None:
 def test_default_and_reference_say_what_to_do() -> None:
     text = str(select_plan(PROBLEM, H200, []))
     assert text.startswith("default: nothing tuned for K128-V128-bf16-safe") and "`kda-tl tune`" in text
-    assert "nvcc" in str(select_plan(PROBLEM, H200, [], compiler=False))
-    assert "g++" in str(select_plan(PROBLEM, CPU, [], compiler=False))
+    assert "nvcc" in str(select_plan(PROBLEM, H200, [], runs=lambda plan: False))
+    assert "g++" in str(select_plan(PROBLEM, CPU, [], runs=lambda plan: False))
 
 
 def test_same_architecture_names_both_devices(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import RESULTS, Flow, Pipeline
 from kda_tl.core.stage import Case, Operands, Stage
 from kda_tl.errors import LaunchError
-from kda_tl.runtime.compile import Slot, slots_of
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
+from kda_tl.runtime.kernel import Slot, slots_of
 from kda_tl.runtime.replay import ALIGNMENT, Replay, place, trace
 from kda_tl.templates.pipelines import PIPELINES
 

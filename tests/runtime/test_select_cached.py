@@ -24,7 +24,8 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def forget() -> None:
         dispatch._select.cache_clear()
-        dispatch._settings.cache_clear()
+        dispatch._can_compile.cache_clear()
+        dispatch._is_strict.cache_clear()
 
     monkeypatch.setattr(dispatch, "find_compiler", lambda device: "/bin/true")
     forget()

@@ -331,7 +331,7 @@ TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def forget_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without compilers, and as if nothing had been called before."""
-    monkeypatch.setattr(dispatch, "_settings", lambda device: (False, False))
+    monkeypatch.setattr(dispatch, "_can_compile", lambda device: False)
     monkeypatch.setattr(dispatch, "_select", functools.cache(dispatch._select.__wrapped__))
     monkeypatch.setattr(call_module, "_bound_calls", {})
     monkeypatch.setattr(call_module, "_warn_reference", functools.cache(call_module._warn_reference.__wrapped__))

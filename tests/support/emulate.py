@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.core.stage import Case, Config, Stage
-from kda_tl.runtime.compile import Kernel, generate_source
+from kda_tl.runtime.kernel import Kernel
+from kda_tl.runtime.lower import generate_source
 
 HEADER = Path(__file__).with_name("emulated.h")
 WRONG_NAMES = {"d_o": "do"}  # do is a word of C

@@ -14,7 +14,8 @@ from kda_tl.core.layout import make_layout
 from kda_tl.core.pipeline import RESULTS, Pipeline
 from kda_tl.core.stage import Case, Config, Operands, Stage
 from kda_tl.reference import relative_error
-from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.runtime.compile import compile_stage
+from kda_tl.runtime.kernel import Kernel
 from kda_tl.tune.compile_only import StaticJob
 
 GUARD = 64  # elements of NaN before and after a tensor

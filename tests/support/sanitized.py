@@ -23,8 +23,9 @@ from kda_tl import templates
 from kda_tl.core.device import cuda_device
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Stage
-from kda_tl.runtime.compile import Kernel, compile_stage
+from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.kernel import Kernel
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.isolate import map_pool
 

@@ -15,8 +15,8 @@ from kda_tl import templates
 from kda_tl.core.problem import DTYPES, Problem
 from kda_tl.core.stage import Case, Stage
 from kda_tl.database.gpus import known_device
-from kda_tl.runtime.compile import generate_source
 from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.lower import generate_source
 
 HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)

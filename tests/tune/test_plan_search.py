@@ -17,8 +17,8 @@ from kda_tl.bench.fixtures import check_plan, make_pass, operator_tensors
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Plan
 from kda_tl.errors import WrongResultError
-from kda_tl.runtime.compile import Kernel
 from kda_tl.runtime.dispatch import default_plan, pin
+from kda_tl.runtime.kernel import Kernel
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import plan_search

@@ -1,0 +1,56 @@
+"""Kernels of calls that are to come, compiled or loaded ahead."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case, Plan
+from kda_tl.ops.call import backward_problem, choose_backward_of
+from kda_tl.ops.memory import pose_call
+from kda_tl.runtime.compile import Job, compile_stages
+from kda_tl.runtime.dispatch import select_cached
+from kda_tl.templates.pipelines import PIPELINES
+
+
+def warmup(
+    *args: Any, operator: str = "chunk_kda", device: Device | None = None, backward: bool = True, **kwargs: Any
+) -> None:
+    """Makes the kernels of a call ready, so that the call itself compiles nothing; kernels are compiled side by side.
+
+    A call that runs as plain PyTorch needs nothing. Kernels do not depend on lengths, nor on the number of heads, but
+    plans do: warm up with the shapes that will come.
+
+    Args:
+        args: positional arguments of the operator; or one :class:`kda_tl.core.problem.Problem`; or one function
+            without arguments, such as a training step, which is then called once.
+        operator: its name.
+        device: of a problem, the one here unless given. Arguments know theirs.
+        backward: whether the kernels of the gradients are made ready too.
+        kwargs: arguments of the operator by name.
+
+    Raises:
+        InputError: as the operator.
+        CompileError: a kernel cannot be compiled, or compiling is off.
+    """
+    if args and callable(args[0]):
+        function: Callable[[], Any] = args[0]
+        function()
+        return
+    call = pose_call(args, kwargs, operator, device)
+    chosen = select_cached(call.problem, call.device, call.chunk_size).plan
+    plans = [(chosen, call.problem)]
+    if backward:
+        choice = choose_backward_of(call.problem, call.device, call.chunk_size, chosen, call.keep).choice
+        for final_state in {False, call.problem.final_state}:
+            plans.append((choice.plan, backward_problem(call.problem, final_state)))
+    jobs = [job for plan, problem in plans if plan is not None for job in list_jobs(plan, problem, call.device)]
+    if jobs:
+        compile_stages(jobs)
+
+
+def list_jobs(plan: Plan, problem: Problem, device: Device) -> list[Job]:
+    """The kernels that a plan launches for a problem."""
+    case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+    stages = PIPELINES[plan.pipeline].stages_of(problem)
+    return [(stage, case, plan.config(stage.name)) for stage in stages]
