@@ -335,3 +335,16 @@ def test_same_architecture_names_both_devices(tmp_path: Path) -> None:
     database = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32)), device=H100)
     reason = select_plan(PROBLEM, H200, [database]).reason
     assert "nvidia_h100_80gb_hbm3" in reason and "nvidia_h200" in reason and "sm_90a" in reason
+
+
+def test_a_plan_without_kernels_is_passed_over(tmp_path: Path) -> None:
+    """Where nothing can be compiled, plans that a bundle serves run, the first in rank; else the reference does."""
+    stored = make_plan()
+    database = make_database(tmp_path, make_entry(PROBLEM, stored))
+    assert select_plan(PROBLEM, H200, [database], runs=lambda plan: True).step == "exact bucket"
+    refused = select_plan(PROBLEM, H200, [database], runs=lambda plan: plan != stored)
+    assert (refused.step, refused.plan.pipeline) == ("default", "prep_recurrence")
+    assert refused.passed_over[0].endswith("But no bundle has its kernels, and none can be compiled here.")
+    staged = select_plan(PROBLEM, H200, [], runs=lambda plan: plan.pipeline == "staged")
+    assert (staged.step, staged.plan) == ("default", stored), "the next default, not the reference"
+    assert select_plan(PROBLEM, H200, [database], runs=lambda plan: False).step == "reference"
