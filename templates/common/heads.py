@@ -42,9 +42,18 @@ class Heads:
 
 
 @T.macro
+def _divide(a, b):
+    """Quotient and remainder of what is not negative, in variables."""
+    quotient = T.alloc_var("int32")
+    rest = T.alloc_var("int32")
+    quotient = T.truncdiv(a, b)
+    rest = a - quotient * b
+    return quotient, rest
+
+
+@T.macro
 def _find_shared(i_hv, H, HV):
-    i_h = T.alloc_var("int32")
-    i_h = T.truncdiv(i_hv * H, HV)
+    i_h, _ = _divide(i_hv * H, HV)
     T.assume(0 <= i_h)
     T.assume(i_h < H)
     return i_h
@@ -52,13 +61,9 @@ def _find_shared(i_hv, H, HV):
 
 @T.macro
 def _find_group(i_h, H, HV):
-    first = T.alloc_var("int32")
-    count = T.alloc_var("int32")
-    count = T.truncdiv(HV, H)
-    first = i_h * count
-    T.assume(0 <= first)
-    T.assume(first + count <= HV)
-    return first, count
+    count, _ = _divide(HV, H)
+    T.assume((i_h + 1) * count <= HV)
+    return i_h * count, count
 
 
 @T.macro
@@ -67,12 +72,8 @@ def split_block(i_block, outer, heads, inner=1, backwards=False):
 
     Parts lie side by side, then heads; with ``backwards`` the last of ``outer`` comes first.
     """
-    i_outer = T.alloc_var("int32")
-    i_head = T.alloc_var("int32")
-    i_outer = T.truncdiv(i_block // inner, heads)
-    i_head = i_block // inner - i_outer * heads
-    if backwards:
-        i_outer = outer - 1 - i_outer
+    quotient, i_head = _divide(i_block // inner, heads)
+    i_outer = outer - 1 - quotient if backwards else quotient
     T.assume(0 <= i_outer)
     T.assume(i_outer < outer)
     T.assume(0 <= i_head)
