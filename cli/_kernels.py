@@ -31,7 +31,8 @@ def check_compiles(
 ) -> Iterator[Finding]:
     """One finding a plan; TileLang's disk cache then holds the kernels, once for devices that share them.
 
-    With ``static`` nothing will run: the workload's own flags stand for others. ``jobs`` is the number of processes, one a core unless given.
+    With ``static`` nothing will run: the workload's own flags stand for others. ``jobs`` is the number of processes,
+    one a core unless given.
     """
     wanted = [{_identify(job): job for job in _list_jobs(s, d, static)} for d, s in subjects]
     kernels: dict[Any, CompileJob] = {}

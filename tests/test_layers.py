@@ -15,7 +15,7 @@ ROOMS = "errors | core tuning_db | reference | database templates | bundle | run
 ROOMS += " | bench | tune | cli"
 TEMPLATES = "common | portable | sm90 | templates pipelines"
 # may import tilelang, inside a function
-COMPILES = {f"kda_tl.runtime.{name}" for name in ("compile", "lower", "binary")} | {"kda_tl.core.toolchain"}
+COMPILES = {f"kda_tl.runtime.{name}" for name in ("compile", "lower", "binary", "nvcc")} | {"kda_tl.core.toolchain"}
 
 FOLDERS = {"kda_tl": "kda_tl"} | {name: f"kda_tl.{name}" for name in ("templates", "tuning_db", "cli")}
 TREES = {

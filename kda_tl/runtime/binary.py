@@ -1,30 +1,32 @@
-"""A kernel as a shared library: TileLang's host code, the device's binary, and ``launcher.cc`` instead of a runtime.
+"""A kernel as a shared library: TileLang's host code, the device's binary, and ``launcher.c`` instead of a runtime.
 
-Lowering is TVM's work in this process, one kernel at a time. The rest is done by compilers, several side by side.
+The same inputs give the same bytes: nothing in a library tells the time, a folder or a line of a file. A third of the
+size of what TileLang builds, for it leaves out ``-lineinfo``; the device's instructions are the same.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import importlib.resources
 import os
 import re
-import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kda_tl import templates
-from kda_tl.bundle.manifest import Entry, digest, specialisation
+from kda_tl.bundle.manifest import Entry, specialisation
 from kda_tl.core.stage import Case, Config, Stage
-from kda_tl.errors import CompileError
+from kda_tl.errors import BundleError, CompileError, KdaTlError
 from kda_tl.runtime.lower import hash_source, lower, pass_configs, require_compiler
+from kda_tl.runtime.nvcc import compile_device, find_versions
+from kda_tl.runtime.resources import read_resources
 
-# In the order of launcher.cc's numbers
+# In the order of launcher.c's numbers
 _LAUNCH = (*(f"blockIdx.{d}" for d in "xyz"), *(f"threadIdx.{d}" for d in "xyz"), "tirx.use_dyn_shared_memory")
 _LETTERS = {"int32": "i", "int64": "l", "float32": "f"}
 _KERNEL = """struct KdaKernel {{ const char* name; const char* parameters; const char* launch; }};
@@ -32,114 +34,151 @@ const struct KdaKernel kda_kernel = {{"{name}", "{parameters}", "{launch}"}};
 __asm__(".section .rodata\\n.balign 16\\n.globl kda_cubin\\n.hidden kda_cubin\\nkda_cubin:\\n"
         ".incbin \\"kernel.cubin\\"\\n.byte 0\\n.previous\\n");
 """
-_COMPILE = ("-O2", "-fPIC", "-c")
-
-# Records of a kernel: format 4, attribute, size 8, symbol, value; two and more, as four bytes alone may be anything
-_RECORDS = re.compile(rb"(?:\x04[\x11\x12\x23\x2f]\x08\x00.{8}){2,}", re.DOTALL)
-_ATTRIBUTES = {0x2F: "registers", 0x11: "local_bytes"}
+_CFLAGS = ("-Os", "-fPIC", "-fno-ident", "-fno-asynchronous-unwind-tables", "-ffunction-sections", "-w")
+_LDFLAGS = ("-shared", "-s", "-Wl,-Bsymbolic", "-Wl,--gc-sections", "-Wl,--build-id=none", "-Wl,-z,noseparate-code")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """A kernel's sources, and what its library's entry says of it."""
+class Generated:
+    """What TileLang makes of a kernel.
+
+    Attributes:
+        stage, case, config: what it is made of, the case as :meth:`Stage.specialise` has it.
+        cuda, host: source of the device's and of the host's code.
+        name: of the device function.
+        parameters, launch: how it is called, see ``launcher.c``.
+        block, smem_bytes: threads of a block by dimension, and its dynamic shared memory.
+    """
 
     stage: Stage
-    built_for: dict[str, Any]
-    target: Any  # TVM's
-    passes: dict[str, Any]
-    source: str  # CUDA
-    host: str  # C
-    name: str  # of the device function
+    case: Case
+    config: Config
+    cuda: str
+    host: str
+    name: str
     parameters: str
     launch: str
+    block: tuple[int, ...]
+    smem_bytes: int
 
 
-def lower_kernel(stage: Stage, case: Case, config: Config) -> Lowered:
-    """Generates a kernel's sources; the device need not be here. Raises CompileError without a compiler or TileLang."""
+def generate(stage: Stage, case: Case, config: Config) -> Generated:
+    """Lowers a kernel for CUDA; no GPU need be here. Raises CompileError without nvcc or TileLang."""
     require_compiler(case.device)
     case = stage.specialise(case)
     artifact = lower(stage, case, config, target_host="c", enable_host_codegen=True)
     (function,) = artifact.device_mod.functions.values()
-    return Lowered(
+    host = str(artifact.rt_mod.inspect_source())
+    launch = "".join(str(_LAUNCH.index(str(tag))) for tag in function.attrs["tirx.kernel_launch_params"])
+    numbers = dict(zip(launch, _last_numbers(host, len(launch)), strict=True))
+    return Generated(
         stage=stage,
-        built_for=specialisation(stage, case, config),
-        target=artifact.target,
-        passes=pass_configs(stage, case),
-        source=str(artifact.kernel_source),
-        host=str(artifact.rt_mod.inspect_source()),
+        case=case,
+        config=config,
+        cuda=str(artifact.kernel_source),
+        host=host,
         name=str(function.attrs["global_symbol"]),
         parameters="".join(map(_letter, function.params)),
-        launch="".join(str(_LAUNCH.index(str(tag))) for tag in function.attrs["tirx.kernel_launch_params"]),
+        launch=launch,
+        block=tuple(numbers.get(place) or 1 for place in "345"),
+        smem_bytes=numbers.get("6") or 0,
     )
 
 
-def compile_library(lowered: Lowered) -> tuple[bytes, Entry]:
-    """The library of a kernel, and its entry. Raises CompileError."""
-    from tilelang.cuda.backend import tilelang_callback_cuda_compile
-
-    cubin = bytes(tilelang_callback_cuda_compile(lowered.source, lowered.target, lowered.passes))
-    with tempfile.TemporaryDirectory() as made:
-        work = Path(made)
-        (work / "kernel.cubin").write_bytes(cubin)
-        (work / "host.c").write_text(lowered.host)
-        (work / "launcher.o").write_bytes(_compile_launcher())
-        names = {"name": lowered.name, "parameters": lowered.parameters, "launch": lowered.launch}
-        (work / "kernel.c").write_text(_KERNEL.format(**names))
-        _run(work, "gcc", *_COMPILE, "-w", *_includes(), "host.c")
-        _run(work, "gcc", *_COMPILE, "-fvisibility=hidden", "kernel.c")
-        objects = ("host.o", "kernel.o", "launcher.o")
-        linking = ("-shared", "-s", "-Wl,-Bsymbolic", "-Wl,--build-id=none", "-o", "kernel.so")
-        _run(work, "g++", *linking, *objects, "-ldl")
-        content = (work / "kernel.so").read_bytes()
-    stage, built_for = lowered.stage, lowered.built_for
+def compile_library(made: Generated) -> tuple[bytes, Entry]:
+    """The library of a kernel, and its entry: the work of compilers, which run side by side. Raises CompileError."""
+    stage, device, settings = made.stage, made.case.device, pass_configs(made.stage, made.case)
+    cubin = compile_device(made.cuda, device, settings)
+    content = _link(made, cubin)
     entry = Entry(
         stage=stage.name,
-        built_for=built_for,
-        arch=built_for["device"]["arch"],
+        built_for=specialisation(stage, made.case, made.config),
         sources=templates.fingerprint(stage.name),
-        cuda=hash_source(lowered.source, lowered.passes),
-        binary=f"{stage.name}-{digest(stage.name, built_for)}.so",
+        cuda=hash_source(made.cuda, settings),
+        binary=_name(stage, content, ".so"),
         sha256=hashlib.sha256(content).hexdigest(),
         bytes=len(content),
-        parameters=lowered.parameters,
-        launch=lowered.launch,
-        **_read_launch(lowered),
+        parameters=made.parameters,
+        launch=made.launch,
+        arch=device.arch,
+        block=list(made.block),
+        smem_bytes=made.smem_bytes,
+        tools=find_versions(device),
         **read_resources(cubin),
     )
     return content, entry
 
 
-def build_binary(stage: Stage, case: Case, config: Config, folder: Path) -> Entry:
-    """Builds a kernel's library into a folder. Raises CompileError."""
-    content, entry = compile_library(lower_kernel(stage, case, config))
-    part = folder / f"{entry.binary}.{os.getpid()}.part"
-    part.write_bytes(content)
-    part.replace(folder / entry.binary)
+def build_binary(stage: Stage, case: Case, config: Config, folder: Path, *, keep_source: bool = False) -> Entry:
+    """Builds a kernel's library into a folder, and with ``keep_source`` its CUDA beside it; no GPU need be here.
+
+    Files are named by their content: equal ones are one file. Raises CompileError, or BundleError if the folder cannot
+    be written.
+    """
+    if reason := config.reject(case):
+        raise CompileError(f"{stage.name} cannot run with {config}: {reason}.")
+    with explaining(stage, case, config):
+        made = generate(stage, case, config)
+        content, entry = compile_library(made)
+    _store(folder, entry.binary, content)
+    if not keep_source:
+        return entry
+    source = made.cuda.encode()
+    entry = replace(entry, source=_name(stage, source, ".cu"))
+    _store(folder, entry.source, source)
     return entry
 
 
-def _read_launch(lowered: Lowered) -> dict[str, Any]:
-    """Threads a block and bytes of dynamic shared memory, where they are constants."""
-    bounds = re.search(r"__launch_bounds__\((\d+)", lowered.source)
-    found: dict[str, Any] = {"threads": int(bounds[1]) if bounds else None, "smem_bytes": None}
-    if "extern __shared__" in lowered.source:  # the launch's last constant, after grid and block
-        constants = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", lowered.host)
-        found["smem_bytes"] = int(constants[-1]) if constants else None
-    return found
+@contextlib.contextmanager
+def explaining(stage: Stage, case: Case, config: Config) -> Iterator[None]:
+    """Makes a CompileError of whatever TileLang's passes, TVM or a compiler's wrapper raise."""
+    try:
+        yield
+    except KdaTlError:
+        raise
+    except Exception as error:
+        last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+        raise CompileError(
+            f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
+        ) from error
 
 
-def read_resources(library: bytes) -> dict[str, Any]:
-    """Registers and local memory a thread of the one kernel in a library that embeds a cubin; None if there is none.
+def _name(stage: Stage, content: bytes, suffix: str) -> str:
+    return f"{stage.name}-{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
 
-    Source: section ``.nv.info`` of a cubin is a run of such records; the attributes' numbers are those that
-    ``cuobjdump -elf`` names. Equal to what its ELF headers lead to for four kernels of TileLang 0.1.15, CUDA 13.
-    """
-    found: dict[str, Any] = dict.fromkeys(_ATTRIBUTES.values())
-    for records in _RECORDS.findall(library):
-        for attribute, value in struct.iter_unpack("<xB6xI", records):
-            if attribute in _ATTRIBUTES:
-                found[_ATTRIBUTES[attribute]] = value
-    return found
+
+def _link(made: Generated, cubin: bytes) -> bytes:
+    """The library, built in a temporary folder whose name does not get into it."""
+    with tempfile.TemporaryDirectory(prefix="kda_tl-") as folder:
+        work = Path(folder)
+        (work / "kernel.cubin").write_bytes(cubin)
+        (work / "host.c").write_text(made.host)
+        names = {"name": made.name, "parameters": made.parameters, "launch": made.launch}
+        (work / "kernel.c").write_text(_KERNEL.format(**names))
+        (work / "launcher.c").write_bytes((importlib.resources.files(__package__) / "launcher.c").read_bytes())
+        includes = [f"-I{path}" for path in _includes()]
+        for name in ("host", "kernel", "launcher"):
+            hidden = () if name == "host" else ("-fvisibility=hidden",)
+            _run(work, "gcc", *_CFLAGS, *hidden, *includes, "-c", f"{name}.c")
+        _run(work, "gcc", *_LDFLAGS, "-o", "kernel.so", "host.o", "kernel.o", "launcher.o", "-ldl")
+        return (work / "kernel.so").read_bytes()
+
+
+def _store(folder: Path, name: str, content: bytes) -> None:
+    """Writes a file beside its place and renames it."""
+    part = folder / f"{name}.{os.getpid()}.part"
+    try:
+        part.write_bytes(content)
+        part.replace(folder / name)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise BundleError(f"{folder} cannot be written ({error.strerror or error}): choose another folder.") from error
+
+
+def _last_numbers(host: str, count: int) -> list[int | None]:
+    """The last arguments of the launch in host code, None where they are computed at the call."""
+    found = re.findall(r"\[(\d+)\]\.v_int64\) = \(\(int64_t\)(.*)\);", host)[-count:] if count else []
+    return [int(text) if text.isdigit() else None for _, text in found]
 
 
 def _letter(parameter: Any) -> str:
@@ -148,32 +187,22 @@ def _letter(parameter: Any) -> str:
     return _LETTERS[str(parameter.dtype)]
 
 
-@functools.cache
-def _compile_launcher() -> bytes:
-    """The object that all kernels' libraries share."""
-    with tempfile.TemporaryDirectory() as made:
-        work = Path(made)
-        (work / "launcher.cc").write_bytes((importlib.resources.files(__package__) / "launcher.cc").read_bytes())
-        _run(work, "g++", *_COMPILE, "-std=c++17", "-fvisibility=hidden", *_includes(), "launcher.cc")
-        return (work / "launcher.o").read_bytes()
-
-
-@functools.cache
-def _includes() -> Sequence[str]:
+def _includes() -> Sequence[Path]:
     import tilelang
     import tvm_ffi
 
     ffi = Path(tvm_ffi.__file__).parent
     packs = [path.parent.parent for path in ffi.rglob("dlpack/dlpack.h")]
-    folders = [Path(tilelang.__file__).parent / "3rdparty" / "tvm" / "include", ffi / "include", *packs]
-    return [f"-I{folder}" for folder in folders]
+    return [Path(tilelang.__file__).parent / "3rdparty" / "tvm" / "include", ffi / "include", *packs]
 
 
 def _run(folder: Path, *command: str) -> None:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise CompileError(f"{command[0]} cannot be run ({error.strerror}): install a C++ compiler.") from error
+        raise CompileError(
+            f"{command[0]} cannot be run ({error.strerror}): install it and put it on the PATH."
+        ) from error
     if done.returncode:
         first = (done.stderr.strip().splitlines() or ["no reason given"])[0]
         raise CompileError(f"{command[0]} refused {command[-1]}: {first}")

@@ -25,6 +25,7 @@ from kda_tl.bundle.manifest import Entry
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.core.toolchain import is_of_cache, replace_cache, warn_if_not_kept
 from kda_tl.errors import CompileError, KdaTlError
+from kda_tl.runtime.binary import compile_library, explaining, generate
 from kda_tl.runtime.kernel import Binary, Kernel
 from kda_tl.runtime.lower import generate_source, hash_source, pass_configs, require_compiler
 
@@ -184,7 +185,7 @@ def _compile_for_cpu(stage: Stage, case: Case, config: Config) -> Binary:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
     # Of a kernel that its cache could not keep it prints a traceback, on stdout
     logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
-    with _explaining(stage, case, config):
+    with explaining(stage, case, config):
         try:
             jit = _run_tilelang(stage, case, config)
         except OSError as error:
@@ -205,24 +206,22 @@ def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
 
 def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
     """Compiles what no other process has compiled while this one waited for it. All take the locks in one order."""
-    from kda_tl.runtime.binary import compile_library, lower_kernel
-
-    made: dict[_Key, Binary] = {}
+    found_or_made: dict[_Key, Binary] = {}
     futures: dict[_Key, tuple[str, Future[tuple[bytes, Entry]]]] = {}
     with contextlib.ExitStack() as held, ThreadPoolExecutor(max_workers=os.cpu_count()) as compilers:
         for name, key in sorted((cache.name_of(*job), key) for key, job in jobs.items()):
             _lock(held, name)
             if found := cache.find(name):
-                made[key] = Library(jobs[key], *found)
+                found_or_made[key] = Library(jobs[key], *found)
                 continue
-            with _explaining(*jobs[key]):
-                lowered = lower_kernel(*jobs[key])
-            futures[key] = name, compilers.submit(compile_library, lowered)
+            with explaining(*jobs[key]):
+                made = generate(*jobs[key])
+            futures[key] = name, compilers.submit(compile_library, made)
         for key, (name, future) in futures.items():
-            with _explaining(*jobs[key]):
+            with explaining(*jobs[key]):
                 content, entry = future.result()
-                made[key] = Library(jobs[key], _keep(name, content, entry), entry)
-    return made
+                found_or_made[key] = Library(jobs[key], _keep(name, content, entry), entry)
+    return found_or_made
 
 
 def _lock(held: contextlib.ExitStack, name: str) -> None:
@@ -241,17 +240,3 @@ def _keep(name: str, content: bytes, entry: Entry) -> Path:
     except OSError as error:
         replace_cache(error)
         return cache.add(name, content, entry)
-
-
-@contextlib.contextmanager
-def _explaining(stage: Stage, case: Case, config: Config) -> Iterator[None]:
-    """Makes a CompileError of whatever TileLang's passes, TVM or a compiler's wrapper raise."""
-    try:
-        yield
-    except KdaTlError:
-        raise
-    except Exception as error:
-        last = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-        raise CompileError(
-            f"{stage.name} did not compile for {case.device.arch} with {config}: {last[0].strip()}"
-        ) from error

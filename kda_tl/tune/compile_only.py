@@ -5,6 +5,7 @@ Nothing is timed, so nothing of it may be served; but TileLang's disk cache then
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,8 @@ class StaticJob(KernelJob):
         """Returns fields of :class:`Compiled`."""
         binary = compile_stage(self.stage, self.case, self.config).binary
         entry = binary.entry if isinstance(binary, Library) else None
-        told = ("threads", "smem_bytes", "registers", "local_bytes")
-        return {name: getattr(entry, name) for name in told} if entry else {}
+        told = ("smem_bytes", "registers", "local_bytes")
+        return {name: getattr(entry, name) for name in told} | {"threads": math.prod(entry.block)} if entry else {}
 
 
 def compile_static(

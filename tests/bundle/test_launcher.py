@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kda_tl import templates
-from kda_tl.bundle.build import build_binary
-from kda_tl.bundle.load import Bundle
+from kda_tl.bundle.load import Bundle, link_binary
 from kda_tl.bundle.manifest import Entry, write
 from kda_tl.core.device import find_compiler
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import BundleError
+from kda_tl.runtime.binary import build_binary
 from kda_tl.runtime.ffi import Arguments, Headers, prepare_call, take_error
 from kda_tl.runtime.kernel import slots_of
 
@@ -77,7 +77,7 @@ def test_the_driver_gets_what_the_kernel_needs(driver: ctypes.CDLL, bundle: Path
     slots = slots_of(STAGE, CASE)
     headers = Headers([(slot.shape(SIZES), slot.dtype) for slot in slots], torch.device("cuda", 0))
     headers.addresses[:] = [4096 * (i + 1) for i in range(len(slots))]
-    function, block = opened.link(entry), Arguments([headers.address(i) for i in range(len(slots))], 0)
+    function, block = link_binary(opened.check(entry)), Arguments([headers.address(i) for i in range(len(slots))], 0)
     call = prepare_call(function, block)
     noted = driver.fake_noted().contents
     for count in (1, 2):
@@ -86,9 +86,10 @@ def test_the_driver_gets_what_the_kernel_needs(driver: ctypes.CDLL, bundle: Path
     assert driver.fake_function().decode() == "fwd_segment_kernel"
     address = {slot.name: int(headers.addresses[i]) for i, slot in enumerate(slots)}
     names = ["A", "A", "chunk_tokens", "decay", "k_neg", "kg", "local", "segments", "transition", "v", "v"]
-    assert entry.parameters == "ttptttpppptiiii" and entry.launch == "03456"
+    assert entry.parameters == "ttptttpppptiiiii" and entry.launch == "03456"
     assert list(noted.parameters)[:11] == [address[name] for name in names]
-    assert list(noted.parameters)[11:15] == [SIZES[name] for name in ("NC", "NS", "NT", "tokens")]
+    sizes = {**SIZES, "HV": CASE.problem.HV}
+    assert list(noted.parameters)[11:16] == [sizes[name] for name in ("HV", "NC", "NS", "NT", "tokens")]
     assert list(noted.extent)[1:6] == [1, 1, 384, 1, 1] and noted.extent[0] % 3 == 0
     assert noted.extent[6] == noted.shared_bytes > 48 << 10
     noted.refuse = 700
@@ -110,12 +111,12 @@ def test_a_binary_that_is_not_the_one_of_the_manifest_is_refused(bundle: Path, t
     if fault != "removed":
         (tmp_path / entry.binary).write_bytes(content)
     with pytest.raises(BundleError, match="make the bundle anew"):
-        Bundle(tmp_path).link(entry)
+        Bundle(tmp_path).check(entry)
 
 
 def test_other_templates_and_other_problems_find_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, _ = find(bundle)
-    other = replace(CASE, problem=replace(CASE.problem, HV=16))
+    other = replace(CASE, problem=replace(CASE.problem, gate="log"), BT=32)
     assert opened.find(STAGE, other, CONFIG) is None
     monkeypatch.setattr(templates, "fingerprint", lambda name: "edited")
     assert opened.find(STAGE, CASE, CONFIG) is None

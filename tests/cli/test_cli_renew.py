@@ -23,6 +23,7 @@ from kda_tl.core.stage import Case, Stage
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.runtime import compile as compile_module
+from kda_tl.runtime import lower as lower_module
 from kda_tl.tune.requests import HashJob
 
 HASH = """
@@ -55,10 +56,11 @@ def test_a_hash_is_of_the_text_and_the_settings(monkeypatch: pytest.MonkeyPatch)
     stage = templates.load("fwd_gate")
     case = Case(problem=SMALL.problem(), device=CPU, BT=16, BC=16)
     monkeypatch.setattr(compile_module, "_kernels", {})
+    monkeypatch.setattr(compile_module, "_binaries", {})
     lowered = compile_module.hash_kernel(stage, case, stage.default(case))
     compiled = compile_module.compile_stage(stage, case, stage.default(case))
     assert compile_module._kernels and lowered == compile_module.hash_kernel(stage, case, stage.default(case))
-    assert compiled.source == compile_module.generate_source(stage, case, stage.default(case))
+    assert compiled.source == lower_module.generate_source(stage, case, stage.default(case))
     longer = replace(case, problem=replace(SMALL, T=1000).problem())
     assert compile_module.hash_kernel(stage, longer, stage.default(case)) == lowered
     wider = replace(case, problem=replace(SMALL, K=SMALL.K * 2).problem())
@@ -90,7 +92,7 @@ def swap(text: str, one: str, other: str) -> str:
 
 
 def test_kernels_are_compared_by_what_their_variables_do() -> None:
-    number = compile_module.number_names
+    number = lower_module.number_names
     renamed = re.sub(r"\bsum\b", "total", KERNEL.replace("ready", "full").replace("a_shared", "q_shared"))
     assert number(renamed) == number(KERNEL) and "total" in renamed and "full_mem" in renamed
     head, body = KERNEL[: KERNEL.index("  __shared__")], KERNEL[KERNEL.index("  __shared__") :]
@@ -123,6 +125,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(_kernels, "map_pool", run_here)
     monkeypatch.setattr(compile_module, "_kernels", {})
+    monkeypatch.setattr(compile_module, "_binaries", {})
     return found
 
 

@@ -34,6 +34,7 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(toolchain, "_refused", "")
     monkeypatch.setattr(compile_module, "_kernels", {})
+    monkeypatch.setattr(compile_module, "_binaries", {})
     monkeypatch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
     yield tmp_path / "file" / "cache"
     toolchain._warn_not_kept.cache_clear()

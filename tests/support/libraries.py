@@ -19,7 +19,7 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.core.toolchain import CACHE_VARIABLE
 from kda_tl.database.gpus import known_device
-from kda_tl.runtime import binary, compile
+from kda_tl.runtime import compile
 
 GATE = {"gate": "safe", "has_A_log": True, "has_dt_bias": True}
 PROBLEM = Problem(H=8, HV=8, K=128, V=128, tokens=0, **GATE)
@@ -43,10 +43,6 @@ def make_library(stage: Stage, case: Case, config: Config) -> tuple[bytes, Entry
         bytes=len(content),
         parameters="pp",
         launch="03",
-        threads=128,
-        smem_bytes=0,
-        registers=32,
-        local_bytes=0,
     )
     return content, entry
 
@@ -94,8 +90,8 @@ def replace_compilers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Compiler
     compilers = Compilers()
     forget_kernels(monkeypatch)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
-    monkeypatch.setattr(binary, "lower_kernel", compilers.lower)
-    monkeypatch.setattr(binary, "compile_library", compilers.compile)
+    monkeypatch.setattr(compile, "generate", compilers.lower)
+    monkeypatch.setattr(compile, "compile_library", compilers.compile)
     monkeypatch.setattr(compile, "require_compiler", lambda device: None)
     monkeypatch.setattr(compile, "link_binary", lambda path: path)
     return compilers
