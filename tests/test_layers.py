@@ -11,11 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Folders and modules of kda_tl, lowest first; those of one floor do not import each other
-ROOMS = "errors | core tuning_db | reference | database templates | runtime | bundle | ops | fla | kda_tl"
+ROOMS = "errors | core tuning_db | reference | database templates | bundle | runtime | aot ops | fla | kda_tl"
 ROOMS += " | bench | tune | cli"
 TEMPLATES = "common | portable | sm90 | templates pipelines"
 # may import tilelang, inside a function
-COMPILES = {"kda_tl.runtime.compile", "kda_tl.core.toolchain", "kda_tl.bundle.build"}
+COMPILES = {"kda_tl.runtime.compile", "kda_tl.core.toolchain", "kda_tl.aot.build", "kda_tl.aot.nvcc"}
 
 FOLDERS = {"kda_tl": "kda_tl"} | {name: f"kda_tl.{name}" for name in ("templates", "tuning_db", "cli")}
 TREES = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,12 @@ class Entry:
         sources: :func:`kda_tl.templates.fingerprint` of the stage when it was built.
         cuda: :func:`kda_tl.runtime.compile.hash_kernel`.
         binary, sha256, bytes: a shared library's file name, hash and size.
-        parameters, launch: how the device function is called, as ``launcher.cc`` reads them.
+        parameters, launch: how the device function is called, as ``launcher.c`` reads them.
+        arch: architecture of the device code, ``sm_90a``.
+        source: file name of its CUDA; empty if the bundle leaves sources out.
+        block, smem_bytes: threads of a block by dimension, and its dynamic shared memory.
+        registers, local_bytes: what a thread takes; None if the binary does not tell.
+        tools: versions of TileLang and nvcc.
     """
 
     stage: str
@@ -45,6 +50,13 @@ class Entry:
     bytes: int
     parameters: str
     launch: str
+    arch: str = ""
+    source: str = ""
+    block: Sequence[int] = ()
+    smem_bytes: int = 0
+    registers: int | None = None
+    local_bytes: int | None = None
+    tools: Mapping[str, str] = field(default_factory=dict)
 
 
 def specialisation(case: Case, config: Config) -> dict[str, Any]:
@@ -62,7 +74,7 @@ def digest(stage: str, built_for: Mapping[str, Any]) -> str:
 
 def write(folder: Path, entries: list[Entry], versions: Mapping[str, str]) -> None:
     """Writes a manifest: the same entries give the same bytes."""
-    ordered = sorted(entries, key=lambda entry: entry.binary)
+    ordered = sorted(entries, key=lambda entry: (entry.stage, digest(entry.stage, entry.built_for)))
     values = {"schema": SCHEMA, "versions": dict(versions), "kernels": [asdict(entry) for entry in ordered]}
     part = folder / f"{NAME}.part"
     part.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")

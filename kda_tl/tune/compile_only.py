@@ -6,13 +6,13 @@ Nothing is timed, so nothing of it may be served; but TileLang's disk cache then
 from __future__ import annotations
 
 import re
-import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kda_tl.aot.resources import read_resources
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Case, Config
@@ -25,9 +25,6 @@ from kda_tl.tune.requests import KernelJob
 from kda_tl.tune.stage_search import count_cores, rank_by_distance, split_space
 
 _COMPILE_TIMEOUT_S = 300.0
-# Records of a kernel: format 4, attribute, size 8, symbol, value; two and more, as four bytes alone may be anything
-_RECORDS = re.compile(rb"(?:\x04[\x11\x12\x23\x2f]\x08\x00.{8}){2,}", re.DOTALL)
-_ATTRIBUTES = {0x2F: "registers", 0x11: "local_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +123,3 @@ def _describe(job: StaticJob, result: dict[str, Any] | WorkerFailure) -> Compile
         return Compiled(**known, status="ok", **result)
     kinds: dict[type, str] = {WorkerCrash: "crash", WorkerTimeout: "timeout"}
     return Compiled(**known, status=kinds.get(type(result), "compile"), reason=str(result))
-
-
-def read_resources(library: bytes) -> dict[str, Any]:
-    """Registers and local memory a thread of the one kernel in a library that embeds a cubin; None if there is none.
-
-    Source: section ``.nv.info`` of a cubin is a run of such records; the attributes' numbers are those that
-    ``cuobjdump -elf`` names. Equal to what its ELF headers lead to for four kernels of TileLang 0.1.15, CUDA 13.
-    """
-    found: dict[str, Any] = dict.fromkeys(_ATTRIBUTES.values())
-    for records in _RECORDS.findall(library):
-        for attribute, value in struct.iter_unpack("<xB6xI", records):
-            if attribute in _ATTRIBUTES:
-                found[_ATTRIBUTES[attribute]] = value
-    return found

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kda_tl import templates
-from kda_tl.bundle.build import build_binary
+from kda_tl.aot.build import build_binary
 from kda_tl.bundle.load import Bundle
 from kda_tl.bundle.manifest import Entry, write
 from kda_tl.core.device import find_compiler
