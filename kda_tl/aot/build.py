@@ -176,7 +176,9 @@ def _run(folder: Path, *command: str) -> None:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise CompileError(f"{command[0]} cannot be run ({error.strerror}): install it and put it on the PATH.") from error
+        raise CompileError(
+            f"{command[0]} cannot be run ({error.strerror}): install it and put it on the PATH."
+        ) from error
     if done.returncode:
         first = (done.stderr.strip().splitlines() or ["no reason given"])[0]
         raise CompileError(f"{command[0]} refused {command[-1]}: {first}")

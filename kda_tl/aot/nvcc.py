@@ -16,6 +16,7 @@ from kda_tl.core.toolchain import import_tilelang
 from kda_tl.errors import CompileError
 
 _UNKNOWN = ("tl.ptxas_register_usage_level", "tl.device_compile_flags")  # settings that change flags; no stage has any
+_UNIT = re.compile(rb"[0-9a-f]{8}_9_kernel_cu_[0-9a-f]{8}")  # in the names of what one file keeps to itself
 _RELEASE = re.compile(r"release [\d.]+, V([\d.]+)")
 
 
@@ -36,7 +37,12 @@ def compile_device(cuda: str, device: Device, settings: Mapping[str, Any], kind:
             lines = (done.stderr or done.stdout).strip().splitlines()
             first = next((line for line in lines if "error" in line), lines[0] if lines else "no reason given")
             raise CompileError(f"nvcc refused a kernel for {device.arch}: {first.strip()}")
-        return Path(folder, f"kernel.{kind}").read_bytes()
+        return _UNIT.sub(_forget_unit, Path(folder, f"kernel.{kind}").read_bytes())
+
+
+def _forget_unit(found: re.Match[bytes]) -> bytes:
+    """The name of as many letters that stands for every file: nvcc hashes the path of the one it reads."""
+    return re.sub(rb"[0-9a-f]{8}", b"0" * 8, found[0])
 
 
 def find_nvcc(device: Device) -> str:

@@ -17,9 +17,11 @@ from kda_tl.database.store import Database
 from kda_tl.errors import InputError
 from kda_tl.runtime.dispatch import parse_plan
 
-# A GPU that stands for an architecture: what `make wheel` takes where --gpu is not given. Nothing of sm_80, sm_89 and
-# sm_100a was run anywhere: those kernels are known to compile, no more.
-RUN_SOMEWHERE = ("sm_90a",)
+# GPUs whose kernels are built unless --gpu names others; plans were tuned on the first of each architecture
+GPUS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
+# Architectures on whose GPUs kernels were run. Of sm_80, sm_89 and sm_100a it is known that kernels compile, no more:
+# for these a wheel holds the first of DIMS only
+RUN = ("sm_90a",)
 
 HEADS = 32  # of defaults; a packaged plan has its own
 DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
@@ -32,6 +34,8 @@ GATES: tuple[dict[str, Any], ...] = (
     {"gate": "softplus", **_COMPUTED},
     {"gate": "log"},
     {"gate": "log", "g_dtype": "fp32"},
+    {"gate": "log", "g_dtype": "fp32", "operator": "chunk_gated_delta_rule", "scalar_gate": True},
+    {"gate": "softplus", "operator": "chunk_gated_delta_rule", "scalar_gate": True, **_COMPUTED},
 )
 # Prefill, decoding in chunks, training: whether a state is given, and whether one is returned
 STATES: tuple[dict[str, Any], ...] = (
@@ -48,16 +52,16 @@ def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> I
         yield from _list_tuned(device, databases)
     for device in devices:
         for direction in ("fwd", "bwd"):
-            for problem in list_problems(direction):
+            for problem in list_problems(direction, DIMS if device.arch in RUN else DIMS[:1]):
                 try:
                     yield from list_calls(problem, device, databases)
                 except InputError:  # the device has no room for it: such a call is refused too
                     continue
 
 
-def list_problems(direction: str) -> Iterator[Problem]:
+def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Iterator[Problem]:
     """The problems whose defaults a wheel holds."""
-    for dtype, (K, V), gate, states in product(DTYPES, DIMS, GATES, STATES):
+    for dtype, (K, V), gate, states in product(DTYPES, dims, GATES, STATES):
         shape = {"H": HEADS, "HV": HEADS, "K": K, "V": V, "tokens": 8192, "dtype": dtype}
         yield Problem(**shape, **gate, **states, l2norm=True, direction=direction)
 

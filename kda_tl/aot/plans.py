@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -84,10 +85,8 @@ def list_calls(problem: Problem, device: Device, databases: Sequence[Database]) 
     if problem.direction == "bwd":
         backward = replace(problem, intermediate_states=False)
         plans = {choose(backward): None}
-        try:  # what `disable_recompute=True` runs
+        with contextlib.suppress(InputError):  # without room for the forward's chunks nothing is kept
             plans[choose(backward, first.BT)] = None
-        except InputError:  # no room for the forward's chunks: such calls compute them again
-            pass
         for plan in plans:
             for final_state in dict.fromkeys((problem.final_state, False)):
                 yield from list_plan(plan, replace(backward, final_state=final_state), device)
