@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "time stages and whole calls against the floor and against peers",
     "verify": "check every shipped plan against the reference",
     "source": "print the generated CUDA or C of a stage",
+    "compile": "build the kernels of calls ahead of time, without a GPU",
     "doctor": "say what works on this machine and what is missing",
     "db": "validate or export a tuning database",
 }

@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import Any
 
 from kda_tl.core.packages import REQUIREMENTS, describe_failure
-from kda_tl.errors import DatabaseError, InputError, KdaTlError, UnsupportedError, WrongResultError
+from kda_tl.errors import BundleError, DatabaseError, InputError, KdaTlError, UnsupportedError, WrongResultError
 
 
 class ExitCode(IntEnum):
@@ -40,7 +40,7 @@ class OutputError(KdaTlError):
 
 
 _CODES = (  # of errors; all others are of the environment
-    ((InputError, UnsupportedError, DatabaseError), ExitCode.USAGE),
+    ((InputError, UnsupportedError, DatabaseError, BundleError), ExitCode.USAGE),
     ((WrongResultError,), ExitCode.REGRESSION),
     ((OutputError,), ExitCode.OUTPUT),
 )

@@ -1,4 +1,4 @@
-"""``kda-tl source``: the generated CUDA or C of a stage, for a device that need not be here."""
+"""``kda-tl source``: the generated CUDA or C of a stage, or its binary, for a device that need not be here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from kda_tl import templates
-from kda_tl.cli._console import ExitCode, Terminal
+from kda_tl.cli._binary import read_binary
+from kda_tl.cli._console import ExitCode, Terminal, make_table
 from kda_tl.cli._options import SHOWN_WORKLOAD
 from kda_tl.cli._problem import read_one_workload
 from kda_tl.cli._target import find_one_known, open_database
@@ -22,19 +23,27 @@ from kda_tl.runtime.dispatch import default_plan
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Compiles the stage and writes its source as it is."""
+    """Compiles the stage and writes its source as it is, or what the binary holds."""
+    asked = [what for what in ("ptx", "sass", "registers") if getattr(args, what)]
+    if len(asked) > 1:
+        raise InputError(f"pass one of --{' and --'.join(asked)}.")
     stage = templates.load(args.stage)
     device = find_one_known(args.gpu, terminal)
     problem = _turn(read_one_workload(args, [SHOWN_WORKLOAD[device.kind]]).problem(), stage)
     with open_database(args.db):
         case, config = _choose(stage, problem, device, args)
     terminal.note(f"{stage.name} for {problem.key} on {device.slug}, BT={case.BT}, BC={case.BC}, {config}")
-    source = compile_stage(stage, case, config).source
+    values: dict[str, Any] = {"BT": case.BT, "BC": case.BC, "config": config}
+    name = asked[0] if asked else "source"
+    found = read_binary(name, stage, case, config) if asked else compile_stage(stage, case, config).source
+    values |= found if isinstance(found, dict) else {name: found}
     if terminal.json:
-        values = {"BT": case.BT, "BC": case.BC, "config": config, "source": source}
         terminal.show({"stage": stage.name, "problem": problem.key, "gpu": device.slug, **values})
+    elif isinstance(found, dict):
+        rows = [(key, "-" if value is None else f"{value:,}") for key, value in found.items()]
+        terminal.print(make_table("of the binary", "", right=("",), rows=rows))
     else:
-        terminal.write(source)
+        terminal.write(found)
     return ExitCode.OK
 
 

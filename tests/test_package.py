@@ -47,7 +47,7 @@ def shipped_files() -> dict[str, Path]:
     return {
         f"{package}/{path.relative_to(ROOT / folder)}": path
         for folder, package in FOLDERS.items()
-        for pattern in ("**/*.py", "py.typed", "**/*.json", "**/*.md", "**/*.cc")
+        for pattern in ("**/*.py", "py.typed", "**/*.json", "**/*.md", "**/*.c")
         for path in (ROOT / folder).glob(pattern)
     }
 

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kda_tl.core.device import Device
-from kda_tl.core.problem import Problem
-from kda_tl.core.stage import Case, Plan
 from kda_tl.ops.call import backward_problem, choose_backward_of
 from kda_tl.ops.memory import pose_call
-from kda_tl.runtime.compile import Job, compile_stages
+from kda_tl.runtime.compile import compile_stages
 from kda_tl.runtime.dispatch import select_cached
-from kda_tl.templates.pipelines import PIPELINES
+from kda_tl.runtime.program import list_jobs
 
 
 def warmup(
@@ -47,10 +45,3 @@ def warmup(
     jobs = [job for plan, problem in plans if plan is not None for job in list_jobs(plan, problem, call.device)]
     if jobs:
         compile_stages(jobs)
-
-
-def list_jobs(plan: Plan, problem: Problem, device: Device) -> list[Job]:
-    """The kernels that a plan launches for a problem."""
-    case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
-    stages = PIPELINES[plan.pipeline].stages_of(problem)
-    return [(stage, case, plan.config(stage.name)) for stage in stages]

@@ -61,6 +61,11 @@ class Generated:
     block: tuple[int, ...]
     smem_bytes: int
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of TileLang's passes; of the compiler, :func:`compile_device` takes what it needs."""
+        return pass_configs(self.stage, self.case)
+
 
 def generate(stage: Stage, case: Case, config: Config) -> Generated:
     """Lowers a kernel for CUDA; no GPU need be here. Raises CompileError without nvcc or TileLang."""
@@ -87,7 +92,7 @@ def generate(stage: Stage, case: Case, config: Config) -> Generated:
 
 def compile_library(made: Generated) -> tuple[bytes, Entry]:
     """The library of a kernel, and its entry: the work of compilers, which run side by side. Raises CompileError."""
-    stage, device, settings = made.stage, made.case.device, pass_configs(made.stage, made.case)
+    stage, device, settings = made.stage, made.case.device, made.settings
     cubin = compile_device(made.cuda, device, settings)
     content = _link(made, cubin)
     entry = Entry(

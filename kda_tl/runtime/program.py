@@ -12,7 +12,7 @@ from kda_tl.core.device import Device
 from kda_tl.core.pipeline import Flow, Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan, Stage
-from kda_tl.runtime.compile import compile_stages
+from kda_tl.runtime.compile import Job, compile_stages
 from kda_tl.runtime.kernel import Kernel, slots_of
 from kda_tl.runtime.replay import Recording, Replay, trace
 
@@ -36,6 +36,16 @@ def record(
     return trace(flow, {stage.name: slots_of(stage, case) for stage in flow.stages}, sizes)
 
 
+def list_jobs(plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> list[Job]:
+    """The kernels that a plan launches for a problem, in order; ``from_residuals``, those that residuals do not spare."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+    pipeline = PIPELINES[plan.pipeline]
+    stages = pipeline.flow(problem, given=pipeline.residuals if from_residuals else ()).stages
+    return [(stage, case, plan.config(stage.name)) for stage in stages]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """On the CPU the pipeline runs stage by stage; on CUDA it is recorded once a size and replayed."""
@@ -55,11 +65,9 @@ class Program:
         """
         from kda_tl.templates.pipelines import PIPELINES
 
-        case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
         pipeline = PIPELINES[plan.pipeline]
         given = pipeline.residuals if from_residuals else ()
-        stages = pipeline.flow(problem, given=given).stages
-        made = compile_stages([(stage, case, plan.config(stage.name)) for stage in stages])
+        made = compile_stages(list_jobs(plan, problem, device, from_residuals=from_residuals))
         kernels = {kernel.stage.name: kernel for kernel in made}
         return cls(plan=plan, problem=problem, pipeline=pipeline, kernels=kernels, given=given)
 

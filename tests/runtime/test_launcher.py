@@ -89,7 +89,7 @@ def test_the_driver_gets_what_the_kernel_needs(driver: ctypes.CDLL, bundle: Path
     assert entry.parameters == "ttptttpppptiiiii" and entry.launch == "03456"
     assert list(noted.parameters)[:11] == [address[name] for name in names]
     sizes = {**SIZES, "HV": CASE.problem.HV}
-    assert list(noted.parameters)[11:16] == [sizes[name] for name in ("HV", "NC", "NS", "NT", "tokens")]
+    assert list(noted.parameters)[11:16] == [sizes[name] for name in ("NS", "NT", "HV", "NC", "tokens")]
     assert list(noted.extent)[1:6] == [1, 1, 384, 1, 1] and noted.extent[0] % 3 == 0
     assert noted.extent[6] == noted.shared_bytes > 48 << 10
     noted.refuse = 700

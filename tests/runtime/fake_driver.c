@@ -50,7 +50,7 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
   memcpy(noted.extent, extent, sizeof extent);
   noted.stream = (uint64_t)stream;
   // read as 8 bytes each: of a tensor map the address, of an int32 its low half
-  for (int i = 0; i < 15; ++i) memcpy(&noted.parameters[i], parameters[i], i < 11 ? 8 : 4);
+  for (int i = 0; i < 16; ++i) memcpy(&noted.parameters[i], parameters[i], i < 11 ? 8 : 4);
   ++noted.launches;
   return 0;
 }

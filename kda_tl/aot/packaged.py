@@ -1,0 +1,79 @@
+"""The kernels that a wheel holds, as data: which problems, and on which architectures.
+
+Packaged plans come first, then defaults; what the wheel lacks is compiled on the machine that calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from kda_tl.aot.plans import KernelSpec, list_calls, list_plan
+from kda_tl.core.device import Device
+from kda_tl.core.problem import Problem
+from kda_tl.database.store import Database
+from kda_tl.errors import InputError
+from kda_tl.runtime.dispatch import parse_plan
+
+# GPUs whose kernels are built unless --gpu names others; plans were tuned on the first of each architecture
+GPUS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
+# Architectures on whose GPUs kernels were run. Of sm_80, sm_89 and sm_100a it is known that kernels compile, no more:
+# for these a wheel holds the first of DIMS only
+RUN = ("sm_90a",)
+
+HEADS = 32  # of defaults; a packaged plan has its own
+DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
+DTYPES = ("bf16", "fp16")
+
+_COMPUTED: dict[str, Any] = {"has_A_log": True, "has_dt_bias": True, "beta": "sigmoid"}
+# How models call the operators: the gate, what it is computed from, and the step size
+GATES: tuple[dict[str, Any], ...] = (
+    {"gate": "safe", **_COMPUTED},
+    {"gate": "softplus", **_COMPUTED},
+    {"gate": "log"},
+    {"gate": "log", "g_dtype": "fp32"},
+    {"gate": "log", "g_dtype": "fp32", "operator": "chunk_gated_delta_rule", "scalar_gate": True},
+    {"gate": "softplus", "operator": "chunk_gated_delta_rule", "scalar_gate": True, **_COMPUTED},
+)
+# Prefill, decoding in chunks, training: whether a state is given, and whether one is returned
+STATES: tuple[dict[str, Any], ...] = (
+    {"initial_state": False, "final_state": True},
+    {"initial_state": True, "final_state": True},
+    {"initial_state": False, "final_state": False},
+)
+
+
+def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> Iterator[KernelSpec]:
+    """The kernels of a wheel for some devices, those of packaged plans first; one may come several times."""
+    devices = tuple(devices)
+    for device in devices:
+        yield from _list_tuned(device, databases)
+    for device in devices:
+        for direction in ("fwd", "bwd"):
+            for problem in list_problems(direction, DIMS if device.arch in RUN else DIMS[:1]):
+                try:
+                    yield from list_calls(problem, device, databases)
+                except InputError:  # the device has no room for it: such a call is refused too
+                    continue
+
+
+def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Iterator[Problem]:
+    """The problems whose defaults a wheel holds."""
+    for dtype, (K, V), gate, states in product(DTYPES, dims, GATES, STATES):
+        shape = {"H": HEADS, "HV": HEADS, "K": K, "V": V, "tokens": 8192, "dtype": dtype}
+        yield Problem(**shape, **gate, **states, l2norm=True, direction=direction)
+
+
+def _list_tuned(device: Device, databases: Sequence[Database]) -> Iterator[KernelSpec]:
+    """The kernels of every plan that was tuned on a device, for each way to call it."""
+    for database in databases:
+        for file in database.files.values():
+            if file.gpu.slug != device.slug:
+                continue
+            for key, entry in file.entries.items():
+                posed = key.problem(file.operator, file.direction)
+                for states in STATES:
+                    problem = replace(posed, **states)
+                    yield from list_plan(parse_plan(entry.plan, problem, device), problem, device)
