@@ -37,7 +37,7 @@ def record(
 
 
 def list_jobs(plan: Plan, problem: Problem, device: Device, *, from_residuals: bool = False) -> list[Job]:
-    """The kernels that a plan launches for a problem, in order; ``from_residuals``, those that residuals do not spare."""
+    """The kernels that a plan launches for a problem; ``from_residuals``, those that residuals do not spare."""
     from kda_tl.templates.pipelines import PIPELINES
 
     case = Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
