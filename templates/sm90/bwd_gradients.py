@@ -56,7 +56,7 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.reference import activate_beta
 from kda_tl.templates.common.chunks import keep_seen, share_heads, split_chunks
-from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.heads import HeadRows, Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, L2NORM_EPS, prim_func
@@ -288,10 +288,11 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
             elif p.has_dt_bias:
                 for j in T.Parallel(KP):
                     ddt_bias_part[i_t, i_hv, j] = 0.0
+            own_dg = HeadRows.of(dg, start, i_hv)
             for i in T.unroll(BC):
                 for s, j in T.Parallel(NB, KP):
                     if (s * BC + i < count) & (j < K):
-                        dg[start + s * BC + i, i_hv, j] = T.cast(suffix[i, s, j], dg.dtype)
+                        own_dg.rows[s * BC + i, j] = T.cast(suffix[i, s, j], dg.dtype)
 
             # q and k
             if True if p.bounded_gate else T.Not(needs_exact_path(steepest)):

@@ -7,6 +7,7 @@ from typing import Any
 
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case
+from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import RCP_LN2, beta_factor
 from kda_tl.templates.sm90.rows import BC, NB
@@ -93,11 +94,11 @@ def find_step(p: Problem, raw: Any) -> Any:
 @T.macro
 def load_gates(g, K, start, count, i_hv, raw):
     """Raw gates to registers, row by row of all sub-chunks."""
-    KP = raw.shape[2]
+    KP, own = raw.shape[2], HeadRows.of(g, start, i_hv)
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
             inside = (s * BC + i < count) & (j < K)
-            raw[i, s, j] = T.if_then_else(inside, g[start + s * BC + i, i_hv, j], 0)
+            raw[i, s, j] = T.if_then_else(inside, own.rows[s * BC + i, j], 0)
 
 
 @T.macro

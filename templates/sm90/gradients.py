@@ -8,6 +8,7 @@ fwd_prep.
 from dataclasses import dataclass
 from typing import Any
 
+from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.exact import row_of_q
 from kda_tl.templates.sm90.gates import find_anchors, find_steepest, sum_gates
@@ -49,9 +50,9 @@ class Rows:
 @T.macro
 def issue_rows(x, start, count, i_h, rows, place):
     """A chunk's rows on their way to shared memory, each to its place, all of an index but the last; 0 past the end."""
-    K = x.shape[2]
+    K, own = x.shape[2], HeadRows.of(x, start, i_h)
     for i, j in T.Parallel(BT, K, annotations=ASYNC):
-        rows[(*place(i), j)] = T.if_then_else(i < count, x[start + i, i_h, j], 0)
+        rows[(*place(i), j)] = T.if_then_else(i < count, own.rows[i, j], 0)
 
 
 @T.macro
@@ -237,6 +238,7 @@ def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, at, wri
     """
     R, KP = row_sum.shape
     done = T.alloc_shared((R, KP + PAD), rows.dtype)
+    dq, dk = (HeadRows.of(x, at.start, at.i_hv) for x in written)
     for r, c in T.Parallel(R, KP):
         up = T.exp2(above[token_of(r), c])
         down = T.exp2(-above[token_of(r), c])
@@ -254,6 +256,6 @@ def store_gradients(p, rows, above, of_key, row_sum, factor, dot, scale, at, wri
     for r, c in T.Parallel(R, KP):
         if token_of(r) < at.count:
             if is_key(r) == 0:
-                written[0][at.start + token_of(r), at.i_hv, c] = done[r, c]
+                dq.rows[token_of(r), c] = done[r, c]
             else:
-                written[1][at.start + token_of(r), at.i_hv, c] = done[r, c]
+                dk.rows[token_of(r), c] = done[r, c]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.gates import find_anchors, find_steepest, find_step, sum_gates
 from kda_tl.templates.sm90.rows import BC, LATER_FIRST, NB
@@ -29,15 +30,15 @@ ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 @T.macro
 def load_rows(x, start, count, i_head, rows, below):
     """Rows of q or k to their places, ``below`` those of q; those past the chunk's end are another sequence's, or 0."""
-    BT, (_, _, K), KP = rows.shape[0] // 2, x.shape, rows.shape[1]
+    BT, (_, _, K), KP, own = rows.shape[0] // 2, x.shape, rows.shape[1], HeadRows.of(x, start, i_head)
     if K == KP:
         for n in T.unroll(BT // BC):
             first = LATER_FIRST.first_row(n) + below
-            T.async_copy(x[start + n * BC : start + (n + 1) * BC, i_head, :], rows[first : first + BC, :])
+            T.async_copy(own.rows[n * BC : (n + 1) * BC, :], rows[first : first + BC, :])
     else:
         for i, j in T.Parallel(BT, KP):
             rows[LATER_FIRST.first_row(i // BC) + below + i % BC, j] = T.if_then_else(
-                (i < count) & (j < K), x[start + i, i_head, j], 0
+                (i < count) & (j < K), own.rows[i, j], 0
             )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from kda_tl.core.stage import Case, Operands, tunable
 from kda_tl.templates.common.chunks import unpack_lower
+from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.hopper import HopperConfig
@@ -104,8 +105,11 @@ def load_values(v, v_shared, full, slot, first, end, i_h, v0):
     if first + BT <= end:
         T.tma_copy(v[first : first + BT, i_h, v0 : v0 + BV], v_shared[slot, :, :], barrier=full[slot])
     else:  # rows of the next sequence would enter as 0 * v, and may be infinite
-        for i, j in T.Parallel(BT, BV):
-            v_shared[slot, i, j] = T.if_then_else(first + i < end, v[first + i, i_h, v0 + j], 0)
+        own, at_once = HeadRows.of(v, first, i_h), PRODUCER * 8 // BV  # 16 bytes a thread
+        for n in T.unroll(BT // at_once, unroll_factor=1):  # or addresses of all rows wait in registers
+            for i, j in T.Parallel(at_once, BV):
+                row = n * at_once + i
+                v_shared[slot, row, j] = T.if_then_else(first + row < end, own.rows[row, v0 + j], 0)
         T.fence_proxy_async()
 
 
@@ -181,12 +185,12 @@ def store_output(output, o_shared, o, first, start, end, i_h, v0):
 
     It is called a chunk later, while values are multiplied.
     """
-    BV, BT = output.shape
+    BV, BT, own = *output.shape, HeadRows.of(o, first, i_h)
     for i, j in T.Parallel(BV, BT):
         o_shared[j, i] = T.cast(output[i, j], o.dtype)
     for i, j in T.Parallel(BT, BV):
         if (first + i >= start) & (first + i < end):
-            o[first + i, i_h, v0 + j] = o_shared[i, j]
+            own.rows[i, v0 + j] = o_shared[i, j]
 
 
 @T.macro
