@@ -32,7 +32,7 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a kernel was compiled")
 
-    monkeypatch.setattr("kda_tl.runtime.program.compile_stage", refuse)
+    monkeypatch.setattr("kda_tl.runtime.program.compile_stages", refuse)
 
 
 def test_forward_for_hopper_is_what_its_stages_hand_on() -> None:
