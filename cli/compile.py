@@ -137,7 +137,7 @@ def _number(value: int | None) -> str:
 
 
 def describe(built_for: Any) -> str:
-    """What a kernel is for, in a few words: ``H32 K128 V128 bf16 safe 64/16``; what it does not depend on is left out."""
+    """What a kernel is for, in a few words, as far as it depends on that: ``H32 K128 bf16 safe 64/16``."""
     problem = built_for.get("problem", built_for)
     heads = {"H": problem.get("H"), "HV": problem.get("HV") if problem.get("HV") != problem.get("H") else None}
     sizes = {**heads, "K": problem.get("K"), "V": problem.get("V") if problem.get("V") != problem.get("K") else None}

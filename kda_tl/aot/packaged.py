@@ -46,7 +46,7 @@ STATES: tuple[dict[str, Any], ...] = (
 
 
 def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> Iterator[KernelSpec]:
-    """The kernels of a wheel for some devices, those of packaged plans first; the same kernel may come several times."""
+    """The kernels of a wheel for some devices, those of packaged plans first; one may come several times."""
     devices = tuple(devices)
     for device in devices:
         yield from _list_tuned(device, databases)
