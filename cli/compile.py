@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kda_tl import __version__
 from kda_tl.aot.packaged import GPUS, list_packaged
 from kda_tl.aot.plans import BUILD_TIMEOUT_S, BuildJob, KernelSpec, list_calls, list_distinct
 from kda_tl.aot.writer import BundleWriter, list_entries
@@ -64,7 +65,7 @@ def _build(kernels: Sequence[KernelSpec], folder: Path, args: argparse.Namespace
     """Builds what is missing; what was built stays, whatever becomes of the rest."""
     failures: list[tuple[KernelSpec, WorkerFailure]] = []
     keep_source, cores = not args.no_source, args.jobs or count_cores()
-    with BundleWriter(folder) as bundle:
+    with BundleWriter(folder, __version__) as bundle:
         missing = bundle.list_missing(kernels, keep_source=keep_source)
         kept = len(kernels) - len(missing)
         about = format_span(ABOUT_S * -(-len(missing) // cores))

@@ -28,7 +28,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def build(folder: Path, *, keep_source: bool = False) -> list[Entry]:
     """Builds what the bundle lacks; returns it."""
-    with BundleWriter(folder) as bundle:
+    with BundleWriter(folder, "1") as bundle:
         missing = bundle.list_missing(KERNELS, keep_source=keep_source)
         made = [build_fake(kernel, folder, keep_source=keep_source) for kernel in missing]
         for entry in made:
@@ -80,7 +80,7 @@ def test_sources_are_made_where_they_are_wanted(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_leaves_what_it_built(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), BundleWriter(tmp_path) as bundle:
+    with pytest.raises(KeyboardInterrupt), BundleWriter(tmp_path, "1") as bundle:
         bundle.add(build_fake(KERNELS[0], tmp_path))
         build_fake(KERNELS[1], tmp_path)  # built, but nobody was told
         raise KeyboardInterrupt
@@ -93,7 +93,7 @@ def test_files_that_no_kernel_has_are_removed_and_others_are_not(tmp_path: Path)
     lost = tmp_path / f"fwd_prep-{'0' * 32}.so.123.part"
     lost.write_bytes(b"half")
     (tmp_path / "README").write_text("mine")
-    with BundleWriter(tmp_path) as bundle:
+    with BundleWriter(tmp_path, "1") as bundle:
         assert bundle.prune(KERNELS[:1]) == 1
         bundle.clean()
     assert not lost.exists() and (tmp_path / "README").exists() and len(list(tmp_path.glob("*.so"))) == 1
@@ -103,10 +103,10 @@ def test_a_folder_that_is_no_bundle_is_refused_and_left_alone(tmp_path: Path) ->
     mine = tmp_path / "notes.txt"
     mine.write_text("mine")
     with pytest.raises(InputError, match="holds files, but no bundle"):
-        BundleWriter(tmp_path)
+        BundleWriter(tmp_path, "1")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(InputError, match="is no folder"):
-        BundleWriter(mine)
+        BundleWriter(mine, "1")
 
 
 def test_a_bundle_whose_manifest_cannot_be_used_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_a_bundle_whose_manifest_cannot_be_used_is_refused_and_left_alone(tmp_pa
     (tmp_path / NAME).write_text("{")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(BundleError, match="make the bundle anew"):
-        BundleWriter(tmp_path)
+        BundleWriter(tmp_path, "1")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
-    with BundleWriter(tmp_path), pytest.raises(BundleError, match="another process writes"):
-        BundleWriter(tmp_path)
+    with BundleWriter(tmp_path, "1"), pytest.raises(BundleError, match="another process writes"):
+        BundleWriter(tmp_path, "1")
     build(tmp_path)
 
 
@@ -134,7 +134,10 @@ def test_a_full_disk_is_one_sentence_and_the_former_manifest_stays(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer, "write", refuse)
-    with pytest.raises(BundleError, match="cannot be written .No space left on device."), BundleWriter(tmp_path) as b:
+    with (
+        pytest.raises(BundleError, match="cannot be written .No space left on device."),
+        BundleWriter(tmp_path, "1") as b,
+    ):
         b.save()
     assert (tmp_path / NAME).read_bytes() == before
 
