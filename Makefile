@@ -2,6 +2,7 @@
 # make test    set up, then lint, types, verify and unit: all but the rest of the tests, of whose grids it draws
 # make test-shard SHARD=2/4  the second of four shards of the rest, in which nothing is twice; the others are left out
 # make test-all  make test, and all the rest: nothing is left out but GPU tests
+# make wheel   a wheel that holds kernels, in dist/
 # make help    the rest
 #
 # Needs: make, a C++ compiler, Python 3.10 or later with venv, and a package index that pip can reach.
@@ -30,7 +31,13 @@ PYTEST_FLAGS ?= -n logical --dist loadfile --no-loadscope-reorder
 # Of the rest of the tests, see tests/support/parts.py
 SHARD ?= 1/4
 
-.PHONY: help setup tune test test-all test-shard lint types verify verify-cpu verify-hopper unit mutants format clean
+# What a wheel holds: of each architecture the kernels for some GPUs. All that are known to compile:
+# make wheel WHEEL_GPUS='sm_90a:hopper sm_80:a100 sm_89:l40s sm_100a:b200'
+WHEEL_GPUS ?= sm_90a:hopper
+WHEEL_KERNELS ?= --packaged
+WHEEL_TAG ?= manylinux_2_17_$(shell uname -m)
+
+.PHONY: help setup tune test test-all test-shard lint types verify verify-cpu verify-hopper unit mutants wheel format clean
 
 help:
 	@echo 'make tune    set up, then tune the CPU target'
@@ -43,6 +50,7 @@ help:
 	@echo 'make verify  shipped plans: those of the CPU target against the reference, two of each GPU of Hopper compiled'
 	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
 	@echo 'make mutants break the code in some 190 places, one at a time, and list what no test notices: half an hour'
+	@echo 'make wheel   a wheel in dist/ with the kernels of packaged plans and usual calls; goes on where it was stopped'
 	@echo 'make format  let ruff format and fix'
 	@echo 'make clean   remove what these commands made'
 
@@ -90,7 +98,7 @@ lint: setup
 	@$(BIN)/ruff format --check --quiet . || { echo 'Not formatted (see above, or ruff format --diff): make format' >&2; exit 1; }
 
 types: setup
-	@rm -rf build
+	@rm -rf build/typed build/lib build/bdist.*
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --target build/typed .
 	@$(BIN)/mypy build/typed/kda_tl
 
@@ -108,6 +116,19 @@ unit: setup
 
 mutants: setup
 	@$(BIN)/python tests/mutants.py
+
+# From a copy: binaries never lie in the source tree, and no build of before reaches the wheel
+wheel: setup
+	@for pair in $(WHEEL_GPUS); do \
+	  $(BIN)/kda-tl compile $(WHEEL_KERNELS) --gpu "$${pair#*:}" --out "build/kernels/$${pair%%:*}" --prune --no-source \
+	    || exit $$?; \
+	done
+	@rm -rf build/wheel && mkdir -p build/wheel/kda_tl/kernels dist
+	@cp -r pyproject.toml README.md LICENSE kda_tl templates tuning_db cli build/wheel
+	@for pair in $(WHEEL_GPUS); do cp -r "build/kernels/$${pair%%:*}" build/wheel/kda_tl/kernels; done
+	@cd build/wheel && $(abspath $(BIN))/python -m pip --disable-pip-version-check --quiet wheel --no-deps \
+	  --no-build-isolation --config-settings='--build-option=--plat-name=$(WHEEL_TAG)' --wheel-dir=../../dist .
+	@ls -l dist/*$(WHEEL_TAG).whl
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .

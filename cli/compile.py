@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kda_tl import __version__
 from kda_tl.aot.packaged import GPUS, list_packaged
 from kda_tl.aot.plans import BUILD_TIMEOUT_S, BuildJob, KernelSpec, list_calls, list_distinct
 from kda_tl.aot.writer import BundleWriter, list_entries
@@ -64,7 +65,7 @@ def _build(kernels: Sequence[KernelSpec], folder: Path, args: argparse.Namespace
     """Builds what is missing; what was built stays, whatever becomes of the rest."""
     failures: list[tuple[KernelSpec, WorkerFailure]] = []
     keep_source, cores = not args.no_source, args.jobs or count_cores()
-    with BundleWriter(folder) as bundle:
+    with BundleWriter(folder, __version__) as bundle:
         missing = bundle.list_missing(kernels, keep_source=keep_source)
         kept = len(kernels) - len(missing)
         about = format_span(ABOUT_S * -(-len(missing) // cores))
@@ -137,7 +138,7 @@ def _number(value: int | None) -> str:
 
 
 def describe(built_for: Any) -> str:
-    """What a kernel is for, in a few words: ``H32 K128 V128 bf16 safe 64/16``, without what it does not depend on."""
+    """What a kernel is for, in a few words, as far as it depends on that: ``H32 K128 bf16 safe 64/16``."""
     problem = built_for.get("problem", built_for)
     heads = {"H": problem.get("H"), "HV": problem.get("HV") if problem.get("HV") != problem.get("H") else None}
     sizes = {**heads, "K": problem.get("K"), "V": problem.get("V") if problem.get("V") != problem.get("K") else None}

@@ -1,4 +1,4 @@
-"""Which kernels calls will launch: of the plans that are chosen for a problem, both passes and with residuals."""
+"""Which kernels calls will launch: those of the plans that are chosen for a problem, of both passes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from kda_tl import __version__, templates
+from kda_tl import templates
 from kda_tl.aot.plans import KernelSpec
 from kda_tl.bundle.load import MAX_BINARY_BYTES
 from kda_tl.bundle.manifest import NAME, Entry, digest, read, write
@@ -26,16 +26,18 @@ _OURS = re.compile(r"(?:fwd|bwd)_\w+-[0-9a-f]{32}\.(?:so|cu)(?:\.\d+\.part)?")
 class BundleWriter:
     """A folder that becomes a bundle, or is one; a context manager that holds its lock and writes its manifest.
 
+    ``version`` is that of kda_tl, for the manifest.
+
     Raises:
         InputError: the folder holds something else.
         BundleError: it cannot be written, another process writes it, or its manifest cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, version: str) -> None:
         with importing("filelock"):
             from filelock import FileLock, Timeout
 
-        self.folder = folder
+        self.folder, self.version = folder, version
         self._written = time.monotonic()
         try:
             held = {path.name for path in folder.iterdir()} - {LOCK} if folder.exists() else set[str]()
@@ -95,7 +97,7 @@ class BundleWriter:
     def save(self) -> None:
         """Writes the manifest beside its place and renames it."""
         try:
-            write(self.folder, list(self.entries.values()), {"kda_tl": __version__})
+            write(self.folder, list(self.entries.values()), {"kda_tl": self.version})
         except OSError as error:
             raise _refused(self.folder, error) from error
         self._written = time.monotonic()

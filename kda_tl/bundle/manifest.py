@@ -71,10 +71,16 @@ def digest(stage: str, built_for: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _hash(kernels: Any) -> str:
+    """Tells a manifest that was altered by accident, and would name a kernel for what it was not built for."""
+    return hashlib.sha256(json.dumps(kernels, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def write(folder: Path, entries: list[Entry], versions: Mapping[str, str]) -> None:
     """Writes a manifest: the same entries give the same bytes."""
     ordered = sorted(entries, key=lambda entry: (entry.stage, digest(entry.stage, entry.built_for)))
-    values = {"schema": SCHEMA, "versions": dict(versions), "kernels": [asdict(entry) for entry in ordered]}
+    kernels = [asdict(entry) for entry in ordered]
+    values = {"schema": SCHEMA, "versions": dict(versions), "kernels": kernels, "sha256": _hash(kernels)}
     part = folder / f"{NAME}.part"
     part.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     part.replace(folder / NAME)
@@ -88,6 +94,8 @@ def read(folder: Path) -> dict[str, Entry]:
         schema = values["schema"]
         if schema > SCHEMA:
             raise BundleError(f"{path} has schema {schema}, this kda_tl reads up to {SCHEMA}: install a newer kda_tl.")
+        if values["sha256"] != _hash(values["kernels"]):
+            raise BundleError(f"{path} was altered since it was written: make the bundle anew.")
         entries = [Entry(**value) for value in values["kernels"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BundleError(f"{path} cannot be used ({type(error).__name__}: {error}): make the bundle anew.") from error

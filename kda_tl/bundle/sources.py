@@ -19,7 +19,7 @@ from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.errors import BundleError, KdaTlWarning
 
 ENVIRONMENT = "KDA_TL_KERNELS"
-PACKAGED = "kernels"  # folder in the package, which only wheels have
+PACKAGED = "kernels"  # folder in the package that wheels have: a bundle an architecture
 
 _loading = threading.Lock()
 _named: tuple[Bundle, ...] = ()  # by use_kernels
@@ -48,9 +48,10 @@ def bundles() -> tuple[Bundle, ...]:
 @functools.cache
 def _found() -> tuple[Bundle, ...]:
     """Bundles of the environment and of the wheel, read once a process; what cannot be used is told and left out."""
-    named = [Path(folder) for folder in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if folder]
-    with importlib.resources.as_file(importlib.resources.files("kda_tl").joinpath(PACKAGED)) as packaged:
-        folders = [*named, *([packaged] if packaged.is_dir() else [])]
+    folders = [Path(folder) for folder in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if folder]
+    packaged = importlib.resources.files("kda_tl").joinpath(PACKAGED)
+    if isinstance(packaged, Path) and packaged.is_dir():  # libraries can only be loaded from files
+        folders += sorted(folder for folder in packaged.iterdir() if folder.is_dir())
     found = []
     for folder in folders:
         try:
@@ -69,7 +70,7 @@ def find_binaries(stage: Stage, case: Case, config: Config) -> Iterator[Path]:
     for bundle in bundles():
         entry = bundle.find(stage, case, config)
         if entry is None:
-            if reason := bundle.explain_miss(stage, case):
+            if bundle.folder.parent.name != PACKAGED and (reason := bundle.explain_miss(stage, case)):
                 warn(reason)
             continue
         try:

@@ -25,7 +25,7 @@ from kda_tl.errors import InputError
 from kda_tl.reference import gradient_name, recurrent_gradients, recurrent_kda
 from kda_tl.runtime.dispatch import default_plan
 
-COMMANDS = ("tune", "bench", "verify", "explain", "source", "show")
+COMMANDS = ("tune", "bench", "verify", "explain", "source", "show", "compile")
 OPTIONS = {
     "--operator",
     "--heads",

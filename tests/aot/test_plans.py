@@ -1,0 +1,83 @@
+"""Kernels that are listed for a problem are those that its calls ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kda_tl.aot import packaged
+from kda_tl.aot.packaged import DIMS, GPUS, list_packaged, list_problems
+from kda_tl.aot.plans import KernelSpec, list_calls, list_distinct
+from kda_tl.bench.workloads import Workload
+from kda_tl.core.problem import Problem
+from kda_tl.database.gpus import known_device
+from kda_tl.database.store import sources
+from kda_tl.ops.call import backward_problem, choose_backward_of
+from kda_tl.runtime import program
+from kda_tl.runtime.compile import Job
+from kda_tl.runtime.dispatch import build_program, select_plan
+
+HOPPER = known_device("nvidia_h200")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Digests of the kernels that programs ask for; nothing is compiled."""
+    digests: set[str] = set()
+
+    def note(jobs: Sequence[Job]) -> list[Any]:
+        digests.update(KernelSpec(stage=stage, case=case, config=config).digest for stage, case, config in jobs)
+        return []
+
+    monkeypatch.setattr(program, "compile_stages", note)
+    build_program.cache_clear()
+    yield digests
+    build_program.cache_clear()
+
+
+@pytest.mark.parametrize("gate", ["safe", "softplus", "log"])
+@pytest.mark.parametrize("T, H, dtype", [(8192, 32, "bf16"), (32768, 8, "bf16"), (1000, 4, "fp16")])
+def test_the_kernels_of_a_call_are_listed(gate: str, T: int, H: int, dtype: str, asked: set[str]) -> None:
+    workload = Workload(name="x", T=T, H=H, dtype=dtype, gate=gate, direction="bwd")
+    problem = replace(workload.problem(), direction="fwd")
+    forward = select_plan(problem, HOPPER, sources()).plan
+    assert forward is not None
+    build_program(forward, problem.without_lengths(), HOPPER)
+    listed = {kernel.digest for kernel in list_calls(problem, HOPPER, sources())}
+    assert listed == asked
+    for keep in (False, True):
+        backward = choose_backward_of(problem, HOPPER, None, forward, keep)
+        assert backward.choice.plan is not None and (bool(backward.residuals) or not keep)
+        for final_state in (True, False):
+            p = backward_problem(problem, final_state)
+            build_program(backward.choice.plan, p, HOPPER, from_residuals=bool(backward.residuals))
+    build_program(forward, replace(problem, direction="bwd").without_lengths(), HOPPER)  # which keeps residuals
+    listed = {kernel.digest for kernel in list_calls(workload.problem(), HOPPER, sources())}
+    assert listed == asked
+
+
+def test_a_wheel_holds_the_packaged_plans_first_and_then_defaults_of_usual_calls() -> None:
+    devices = [known_device(slug) for slug in GPUS]
+    kernels = list_distinct(list_packaged(devices, sources()))
+    assert len({kernel.digest for kernel in kernels}) == len(kernels) > 100
+    places = {kernel.digest: i for i, kernel in enumerate(kernels)}
+    tuned = {k.digest for device in devices for k in packaged._list_tuned(device, sources())}
+    assert tuned and max(places[digest] for digest in tuned) == len(tuned) - 1
+    held = {(k.case.problem.dtype, k.case.problem.K, k.case.problem.V, k.case.problem.gate) for k in kernels}
+    assert held >= {(t, *dims, gate) for t in ("bf16", "fp16") for dims in DIMS for gate in ("safe", "softplus", "log")}
+    for problem in list_problems("bwd"):  # a call of each finds all that it asks for
+        assert {k.digest for k in list_calls(problem, devices[0], sources())} <= places.keys()
+
+
+def test_architectures_that_were_run_nowhere_have_fewer_kernels() -> None:
+    kernels = list_distinct(list_packaged([known_device("nvidia_a100_sxm4_80gb")], sources()))
+    assert {(k.case.problem.K, k.case.problem.V) for k in kernels} == {DIMS[0]}
+
+
+def test_every_number_of_a_problem_counts() -> None:
+    problem = Problem(H=4, HV=4, K=64, V=64, tokens=512, dtype="fp16")
+    one = list_distinct(list_calls(problem, HOPPER, sources()))
+    assert not {k.digest for k in one} & {k.digest for k in list_calls(replace(problem, K=96), HOPPER, sources())}
