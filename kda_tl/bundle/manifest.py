@@ -20,7 +20,7 @@ from kda_tl.errors import BundleError
 SCHEMA = 1
 NAME = "manifest.json"
 MAX_BYTES = 64 << 20
-_IGNORED = ("tokens", "sequences", "longest", "varlen", "direction", "operator")  # kernels do not depend on them
+_IGNORED = ("tokens", "sequences", "longest", "varlen", "operator")  # kernels do not depend on them
 
 
 @dataclass(frozen=True, kw_only=True)
