@@ -87,6 +87,7 @@ def list_calls(problem: Problem, device: Device, databases: Sequence[Database]) 
         for plan in plans:
             for final_state in dict.fromkeys((problem.final_state, False)):
                 yield from list_plan(plan, replace(backward, final_state=final_state), device)
+        yield from list_plan(first, problem, device)  # the forward that keeps them: kernels of the backward's pass
 
 
 def list_distinct(kernels: Iterable[KernelSpec]) -> tuple[KernelSpec, ...]:

@@ -1,6 +1,7 @@
 """Kernels of calls that are to come, compiled or loaded ahead."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kda_tl.core.device import Device
@@ -39,9 +40,11 @@ def warmup(
     chosen = select_cached(call.problem, call.device, call.chunk_size).plan
     plans = [(chosen, call.problem)]
     if backward:
-        choice = choose_backward_of(call.problem, call.device, call.chunk_size, chosen, call.keep).choice
+        after = choose_backward_of(call.problem, call.device, call.chunk_size, chosen, call.keep)
         for final_state in {False, call.problem.final_state}:
-            plans.append((choice.plan, backward_problem(call.problem, final_state)))
+            plans.append((after.choice.plan, backward_problem(call.problem, final_state)))
+        if after.residuals:  # the forward that keeps them makes them as the backward would
+            plans.append((chosen, replace(call.problem, direction="bwd")))
     jobs = [job for plan, problem in plans if plan is not None for job in list_jobs(plan, problem, call.device)]
     if jobs:
         compile_stages(jobs)

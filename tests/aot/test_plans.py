@@ -77,6 +77,15 @@ def test_architectures_that_were_run_nowhere_have_fewer_kernels() -> None:
     assert {(k.case.problem.K, k.case.problem.V) for k in kernels} == {DIMS[0]}
 
 
+def test_the_passes_have_kernels_of_their_own() -> None:
+    """The backward's `fwd_prep` keeps step sizes from vanishing, the forward's does not."""
+    forward = Problem(H=4, HV=4, K=128, V=128, tokens=512, gate="safe", has_A_log=True)
+    backward = [
+        k for k in list_calls(replace(forward, direction="bwd"), HOPPER, sources()) if k.stage.name == "fwd_prep"
+    ]
+    assert len({kernel.digest for kernel in backward}) == 2
+
+
 def test_every_number_of_a_problem_counts() -> None:
     problem = Problem(H=4, HV=4, K=64, V=64, tokens=512, dtype="fp16")
     one = list_distinct(list_calls(problem, HOPPER, sources()))

@@ -36,8 +36,12 @@ def train(arguments: Arguments, of_state: bool) -> None:
 
 
 @pytest.mark.parametrize("of_state", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("by", ["arguments", "problem", "function"])
-def test_a_warm_call_compiles_nothing(by: str, of_state: bool, arguments: Arguments) -> None:
+def test_a_warm_call_compiles_nothing(by: str, keep: bool, of_state: bool, arguments: Arguments) -> None:
+    if keep and by == "problem":
+        pytest.skip("a problem does not tell of disable_recompute")
+    arguments["disable_recompute"] = keep
     with kda_tl.no_compile(), pytest.raises(CompileError, match=r"which kda_tl.no_compile\(\) forbids"):
         train(arguments, of_state)
     if by == "arguments":
