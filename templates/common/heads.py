@@ -34,11 +34,11 @@ class Heads:
 
     def of_keys(self, i_hv: Any) -> Any:
         """The query/key head of a value head."""
-        return i_hv if self.H is self.HV else _find_shared(i_hv, self.H, self.HV)
+        return i_hv if self.H is self.HV else _find_shared(i_hv, self)
 
     def of_values(self, i_h: Any) -> tuple[Any, Any]:
         """The first value head of a query/key head, and how many there are."""
-        return (i_h, 1) if self.H is self.HV else _find_group(i_h, self.H, self.HV)
+        return (i_h, 1) if self.H is self.HV else _find_group(i_h, self)
 
 
 @dataclass(frozen=True)
@@ -55,53 +55,56 @@ class HeadRows:
     def of(cls, x: Any, start: Any, i_head: Any) -> HeadRows:
         """The rows from token ``start`` on."""
         tokens, heads, width = x.shape
-        first = _find_first(start, i_head, heads, width)
+        first = _find_first(start, i_head, (heads, width))
         shape, strides = (tokens - start, width), [heads * width, 1]
         return cls(T.decl_buffer(shape, x.dtype, data=x.data, strides=strides, elem_offset=first))
 
 
 @T.macro
-def _find_first(start, i_head, heads, width):
+def _find_first(start, i_head, extents):
     first = T.alloc_var("int64")
-    first = (T.cast(start, "int64") * heads + i_head) * width
+    first = (T.cast(start, "int64") * extents[0] + i_head) * extents[1]
     return first
 
 
+# Sizes are given to macros in tuples and records: as a parameter a size would get the parameter's name in the CUDA.
+
+
 @T.macro
-def _divide(a, b):
+def _divide(a, by):
     """Quotient and remainder of what is not negative, in variables."""
     quotient = T.alloc_var("int32")
     rest = T.alloc_var("int32")
-    quotient = T.truncdiv(a, b)
-    rest = a - quotient * b
+    quotient = T.truncdiv(a, by[0])
+    rest = a - quotient * by[0]
     return quotient, rest
 
 
 @T.macro
-def _find_shared(i_hv, H, HV):
-    i_h, _ = _divide(i_hv * H, HV)
+def _find_shared(i_hv, heads):
+    i_h, _ = _divide(i_hv * heads.H, (heads.HV,))
     T.assume(0 <= i_h)
-    T.assume(i_h < H)
+    T.assume(i_h < heads.H)
     return i_h
 
 
 @T.macro
-def _find_group(i_h, H, HV):
-    count, _ = _divide(HV, H)
-    T.assume((i_h + 1) * count <= HV)
+def _find_group(i_h, heads):
+    count, _ = _divide(heads.HV + 0, (heads.H,))
+    T.assume((i_h + 1) * count <= heads.HV)
     return i_h * count, count
 
 
 @T.macro
-def split_block(i_block, outer, heads, inner=1, backwards=False):
-    """Which of ``outer`` chunks, sequences or segments a block has, which head, and which of ``inner`` parts.
+def split_block(i_block, extents, inner=1, backwards=False):
+    """Which of extents[0] chunks, sequences or segments a block has, which of extents[1] heads, and which inner part.
 
-    Parts lie side by side, then heads; with ``backwards`` the last of ``outer`` comes first.
+    Parts lie side by side, then heads; with ``backwards`` the last chunk comes first.
     """
-    quotient, i_head = _divide(i_block // inner, heads)
-    i_outer = outer - 1 - quotient if backwards else quotient
+    quotient, i_head = _divide(i_block // inner, extents[1:])
+    i_outer = extents[0] - 1 - quotient if backwards else quotient
     T.assume(0 <= i_outer)
-    T.assume(i_outer < outer)
+    T.assume(i_outer < extents[0])
     T.assume(0 <= i_head)
-    T.assume(i_head < heads)
+    T.assume(i_head < extents[1])
     return i_outer, i_head, i_block % inner

@@ -127,7 +127,7 @@ def build(case: Case, config: BwdGateConfig) -> Any:
     def bwd_gate(dG, db, g, A_log, dt_bias, beta, chunk_tokens, dg, dbeta, dA_log_part, ddt_bias_part, lower_bound):
         with tile.kernel(chunk_tokens.shape[0] * blocks, threads=config.threads) as i_block:
             # the head; of a scalar gate, which BK heads
-            i_t, i_h, _ = split_block(i_block, chunk_tokens.shape[0], blocks)
+            i_t, i_h, _ = split_block(i_block, (chunk_tokens.shape[0], blocks))
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             if scalar:
                 for i, j in tile.parallel(BT, BK):

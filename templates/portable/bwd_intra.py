@@ -138,7 +138,7 @@ def build(case: Case, config: BwdIntraConfig) -> Any:
         with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=threads) as i_block:
             if not tile.cpu:
                 T.annotate_min_blocks_per_sm(config.blocks())
-            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_t, i_hv, _ = split_block(i_block, (chunk_tokens.shape[0], heads.HV))
             i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_factor, k_factor, b_factor, diagonal = tile.shareds(4, (BT,), "float32")

@@ -58,7 +58,7 @@ def build(case: Case, config: BwdOutputConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_output(d_o, Aqk, v_new, chunk_tokens, dAqk, dv_local):
         with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=config.threads) as i_block:
-            i_t, i_h, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_t, i_h, _ = split_block(i_block, (chunk_tokens.shape[0], heads.HV))
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))
             do_shared, v_shared = tile.shareds(2, (BT, BV))

@@ -97,7 +97,7 @@ def build(case: Case, config: BwdQkConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def bwd_qk(dq_part, dk_part, q, k, rstd, chunk_tokens, dq, dk):
         with tile.kernel(chunk_tokens.shape[0] * heads.H * RB, threads=config.threads) as i_block:
-            i_t, i_h, i_r = split_block(i_block, chunk_tokens.shape[0], heads.H, RB)
+            i_t, i_h, i_r = split_block(i_block, (chunk_tokens.shape[0], heads.H), RB)
             i_hv, group = heads.of_values(i_h)
             r0 = i_r * rows
             start, count = chunk_tokens[i_t, 0] + r0, chunk_tokens[i_t, 1] - r0

@@ -80,7 +80,7 @@ def build(case: Case, config: BwdStateConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds}, **heads.sizes)
     def bwd_state(qg, kg, w, d_o, dv_local, g_cumsum, dht, seq_chunks, chunk_tokens, dh, dv_new, dh0):
         with tile.kernel(N * heads.HV * VB, threads=THREADS) as i_block:
-            i_n, i_h, i_v = split_block(i_block, N, heads.HV, VB)
+            i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
             v0 = i_v * BV
             last = seq_chunks[i_n + 1] - 1
             chunks = seq_chunks[i_n + 1] - seq_chunks[i_n]

@@ -119,7 +119,7 @@ def build(case: Case, config: BwdWyConfig) -> Any:
         dq_inter, dk_inter, dv, db_inter, dG_inter, dL, scale,
     ):  # fmt: skip
         with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=config.threads) as i_block:
-            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_t, i_hv, _ = split_block(i_block, (chunk_tokens.shape[0], heads.HV))
             i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))

@@ -95,9 +95,9 @@ def build(case: Case, config: FwdGateConfig) -> Any:
     def fwd_gate(g, A_log, dt_bias, chunk_tokens, g_cumsum, lower_bound):
         with tile.kernel(chunk_tokens.shape[0] * blocks, threads=config.threads) as i_block:
             if p.scalar_gate:
-                i_t, i_k, i_h = split_block(i_block, chunk_tokens.shape[0], blocks)
+                i_t, i_k, i_h = split_block(i_block, (chunk_tokens.shape[0], blocks))
             else:
-                i_t, i_h, i_k = split_block(i_block, chunk_tokens.shape[0], heads.HV, p.KP // BK)
+                i_t, i_h, i_k = split_block(i_block, (chunk_tokens.shape[0], heads.HV), p.KP // BK)
             k0 = i_k * BK
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             raw = tile.fragment((unroll, BK), g.dtype)

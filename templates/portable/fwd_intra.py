@@ -110,7 +110,7 @@ def build(case: Case, config: FwdIntraConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_intra(q, k, g_cumsum, beta, chunk_tokens, Aqk, Akk, rstd, scale):
         with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=threads) as i_block:
-            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_t, i_hv, _ = split_block(i_block, (chunk_tokens.shape[0], heads.HV))
             i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_shared, k_shared = tile.shareds(2, (BT, BK))

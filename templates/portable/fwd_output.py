@@ -63,7 +63,7 @@ def build(case: Case, config: FwdOutputConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_output(qg, h, Aqk, v_new, chunk_tokens, o):
         with tile.kernel(chunk_tokens.shape[0] * heads.HV * VB, threads=config.threads) as i_block:
-            i_t, i_h, i_v = split_block(i_block, chunk_tokens.shape[0], heads.HV, VB)
+            i_t, i_h, i_v = split_block(i_block, (chunk_tokens.shape[0], heads.HV), VB)
             v0 = i_v * BV
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             q_shared = tile.shared((BT, BK))

@@ -80,7 +80,7 @@ def build(case: Case, config: FwdStateConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds}, **heads.sizes)
     def fwd_state(w, u, kg, g_cumsum, h0, seq_chunks, h, v_new, ht):
         with tile.kernel(N * heads.HV * VB, threads=THREADS) as i_block:
-            i_n, i_h, i_v = split_block(i_block, N, heads.HV, VB)
+            i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
             v0 = i_v * BV
             first = seq_chunks[i_n]
             chunks = seq_chunks[i_n + 1] - first

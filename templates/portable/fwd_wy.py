@@ -69,7 +69,7 @@ def build(case: Case, config: FwdWyConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_wy(q, k, v, g_cumsum, beta, Akk, rstd, chunk_tokens, w, u, kg, qg, scale):
         with tile.kernel(chunk_tokens.shape[0] * heads.HV, threads=config.threads) as i_block:
-            i_t, i_hv, _ = split_block(i_block, chunk_tokens.shape[0], heads.HV)
+            i_t, i_hv, _ = split_block(i_block, (chunk_tokens.shape[0], heads.HV))
             i_h = heads.of_keys(i_hv)
             start, count = chunk_tokens[i_t, 0], chunk_tokens[i_t, 1]
             A_shared = tile.shared((BT, BT))

@@ -197,7 +197,7 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
     ):
         with T.Kernel(NT * heads.HV, threads=config.threads) as i_block:
             T.annotate_min_blocks_per_sm(1)
-            i_t, i_hv, _ = split_block(i_block, NT, heads.HV)
+            i_t, i_hv, _ = split_block(i_block, (NT, heads.HV))
             i_h = heads.of_keys(i_hv)
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]

@@ -73,7 +73,7 @@ def build(case: Case, config: BwdHeadsConfig) -> Any:
         # without groups there is nothing to add: no flow launches it, and no tensor tells how many tokens there are
         with T.Kernel(T.ceildiv(tokens, rows) * heads.H if p.grouped else 1, threads=config.threads) as i_block:
             if p.grouped:
-                i_r, i_h, _ = split_block(i_block, T.ceildiv(tokens, rows), heads.H)
+                i_r, i_h, _ = split_block(i_block, (T.ceildiv(tokens, rows), heads.H))
                 t0 = i_r * rows
                 first, count = heads.of_values(i_h)
                 add(dq_part, dq, t0, i_h, first, count)

@@ -50,7 +50,7 @@ def build(case: Case, config: MergeConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, NS=NS, NC=NC, N=N, **heads.sizes)
     def bwd_merge(dlocal, transition, dht, seq_segments, ends):
         with T.Kernel(N * heads.HV * VB, threads=config.threads) as i_block:
-            i_n, i_h, i_v = split_block(i_block, N, heads.HV, VB)
+            i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
             v0 = i_v * BV
             first = seq_segments[i_n, 0]
             count = seq_segments[i_n, 1]

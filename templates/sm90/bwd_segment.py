@@ -88,7 +88,7 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def bwd_segment(d_o, A, Aqk, k_neg, qg, kg, decay, dht, segments, chunk_tokens, dlocal):
         with T.Kernel(NS * heads.HV * VB, threads=consumers + WARPGROUP) as i_block:
-            i_s, i_h, i_v = split_block(i_block, NS, heads.HV, VB)
+            i_s, i_h, i_v = split_block(i_block, (NS, heads.HV), VB)
             v0 = i_v * BV
             first, count, start, end = find_chunks(segments, chunk_tokens, i_s)
             begins = segments[i_s, 2] >= 0

@@ -41,7 +41,7 @@ def exact_pairs(gate, tensors, at, factors, both, scalars):
     q, k, g = (HeadRows.of(x, at.start, i_head) for x, i_head in ((q, at.i_h), (k, at.i_h), (g, i_hv)))
     factor, b_factor = factors
     decay_scale, slope = scalars
-    K, (_, _, BT, KP) = gate.p.K, kg.shape
+    K, BT, KP = gate.p.K, kg.shape[2], kg.shape[3]
     io = kg.dtype
     total = T.alloc_shared((BT, PART), "float32")
     run = T.alloc_fragment((PART,), "float32")

@@ -148,7 +148,7 @@ def build(case: Case, config: PrepConfig) -> Any:
     def fwd_prep(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, k_neg, qg, kg, decay, scale, lower_bound):
         with T.Kernel(NT * heads.HV, threads=threads) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
-            i_t, i_hv, _ = split_block(i_block, NT, heads.HV, backwards=True)
+            i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
             i_h = heads.of_keys(i_hv)
             thread = T.get_thread_binding()
             start = chunk_tokens[i_t, 0]

@@ -109,7 +109,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, NS=NS, NC=NC, **heads.sizes)
     def fwd_segment(v, A, k_neg, kg, decay, segments, chunk_tokens, local, transition):
         with T.Kernel(NC * heads.HV * KB * VB, threads=consumers + WARPGROUP) as i_block:
-            i_s, i_h, i_kv = split_block(i_block, NC, heads.HV, KB * VB)
+            i_s, i_h, i_kv = split_block(i_block, (NC, heads.HV), KB * VB)
             k0 = i_kv // VB * BK
             v0 = i_kv % VB * BV
             first = segments[i_s, 0]

@@ -178,7 +178,7 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
     step = 0
     for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
         i = i_block + n * blocks
-        i_s, i_h, _ = split_block(i, segments.shape[0], HV, z.VB)
+        i_s, i_h, _ = split_block(i, (segments.shape[0], HV), z.VB)
         v0 = z.first_channel(i, group)
         _, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
         for m, part in enumerate(state):
@@ -221,7 +221,7 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
         step = 0
         for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
             i = i_block + n * blocks
-            i_s, i_h, _ = split_block(i, segments.shape[0], HV, z.VB)
+            i_s, i_h, _ = split_block(i, (segments.shape[0], HV), z.VB)
             first, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
             for c in T.serial(chunks):
                 slot, phase = first_ring.place_to_fill(step)

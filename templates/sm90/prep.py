@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
 @T.macro
 def load_rows(x, start, count, i_head, rows, below):
     """Rows of q or k to their places, ``below`` those of q; those past the chunk's end are another sequence's, or 0."""
-    BT, (_, _, K), KP, own = rows.shape[0] // 2, x.shape, rows.shape[1], HeadRows.of(x, start, i_head)
+    BT, K, KP, own = rows.shape[0] // 2, x.shape[2], rows.shape[1], HeadRows.of(x, start, i_head)
     if K == KP:
         for n in T.unroll(BT // BC):
             first = LATER_FIRST.first_row(n) + below

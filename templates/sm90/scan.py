@@ -150,7 +150,7 @@ def scan(case, config, load_state, registers, cut, i_block, NS, HV, x):
     p, BT, BV, stages, consumers = case.problem, case.BT, config.BV, config.num_stages, config.consumers
     KP, VB, io = p.KP, p.V // config.BV, TL_DTYPE[p.dtype]
     back = i_block < NS * HV * VB  # first: it loads more
-    i_s, i_h, i_v = split_block(i_block - T.if_then_else(back, 0, NS * HV * VB), NS, HV, VB)
+    i_s, i_h, i_v = split_block(i_block - T.if_then_else(back, 0, NS * HV * VB), (NS, HV), VB)
     v0 = i_v * BV
     first, chunks, start, end = find_chunks(x.segments, x.chunk_tokens, i_s)
     i_n = x.segments[i_s, 2]

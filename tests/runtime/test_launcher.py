@@ -88,8 +88,7 @@ def test_the_driver_gets_what_the_kernel_needs(driver: ctypes.CDLL, bundle: Path
     names = ["A", "A", "chunk_tokens", "decay", "k_neg", "kg", "local", "segments", "transition", "v", "v"]
     assert entry.parameters == "ttptttpppptiiiii" and entry.launch == "03456"
     assert list(noted.parameters)[:11] == [address[name] for name in names]
-    sizes = {**SIZES, "HV": CASE.problem.HV}
-    assert list(noted.parameters)[11:16] == [sizes[name] for name in ("NS", "NT", "HV", "NC", "tokens")]
+    assert list(noted.parameters)[11:16] == [CASE.problem.HV, *(SIZES[name] for name in ("NC", "NS", "NT", "tokens"))]
     assert list(noted.extent)[1:6] == [1, 1, 384, 1, 1] and noted.extent[0] % 3 == 0
     assert noted.extent[6] == noted.shared_bytes > 48 << 10
     noted.refuse = 700
@@ -116,7 +115,9 @@ def test_a_binary_that_is_not_the_one_of_the_manifest_is_refused(bundle: Path, t
 
 def test_other_templates_and_other_problems_find_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, _ = find(bundle)
-    other = replace(CASE, problem=replace(CASE.problem, gate="log"), BT=32)
+    more_heads = replace(CASE, problem=replace(CASE.problem, H=16, HV=32))
+    assert opened.find(STAGE, more_heads, CONFIG) is not None
+    other = replace(CASE, problem=replace(CASE.problem, V=64))
     assert opened.find(STAGE, other, CONFIG) is None
     monkeypatch.setattr(templates, "fingerprint", lambda name: "edited")
     assert opened.find(STAGE, CASE, CONFIG) is None

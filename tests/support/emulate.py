@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.runtime.compile import CpuBinary
 from kda_tl.runtime.kernel import Kernel
 from kda_tl.runtime.lower import generate_source
 
 HEADER = Path(__file__).with_name("emulated.h")
+SIZES = "H", "HV", "NT", "tokens"
 WRONG_NAMES = {"d_o": "do"}  # do is a word of C
 
 
@@ -26,8 +28,8 @@ class EmulatedKernel(Kernel):
     """A kernel whose launch is a loop over blocks on the host. Of stages with one block a chunk and head."""
 
     def __init__(self, stage: Stage, case: Case, config: Config) -> None:
-        super().__init__(stage, case, config, None)
-        text = generate_source(stage, case, config)
+        super().__init__(stage, case, config, CpuBinary(None))
+        text = generate_source(stage, stage.specialise(case), config)
         body = text[text.index('extern "C"') :].replace("extern __shared__", "extern").replace("__shared__", "static")
         found = re.search(r"__launch_bounds__\((\d+).*?\) \w+_kernel\((.*?)\) \{", body)
         assert found is not None
@@ -50,19 +52,14 @@ class EmulatedKernel(Kernel):
             subprocess.run([*compiler, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
             self.library = ctypes.CDLL(str(Path(folder) / "kernel.so"))
 
-        self.arguments = [(kind, self._find(name, parameters, body)) for kind, name in parameters]
+        self.arguments = [(kind, self._find(name, parameters)) for kind, name in parameters]
 
-    def _find(self, name: str, parameters: Sequence[tuple[str, str]], body: str) -> str:
-        """What a parameter is. TileLang forgets names of tensors that macros take, and of lengths, but not their order.
-
-        Of the two lengths, that which a token's number is compared with counts tokens.
-        """
+    def _find(self, name: str, parameters: Sequence[tuple[str, str]]) -> str:
+        """What a parameter is. TileLang forgets names of tensors that macros take, but not their order."""
         name = WRONG_NAMES.get(name, name)
-        known = [*(slot.name for slot in self.slots if slot.present), *self.stage.scalars, "NT", "tokens"]
+        known = [*(slot.name for slot in self.slots if slot.present), *self.stage.scalars, *SIZES]
         if name in known:
             return name
-        if ("int", name) in parameters:
-            return "tokens" if re.search(rf"start.*< {name}\b", body) else "NT"
         named = {WRONG_NAMES.get(other, other) for _, other in parameters}
         unnamed = [other for kind, other in parameters if "*" in kind and WRONG_NAMES.get(other, other) not in known]
         return [other for other in known if other not in named][unnamed.index(name)]
@@ -70,8 +67,9 @@ class EmulatedKernel(Kernel):
     def launch(self, tensors: Mapping[str, Any], outputs: Sequence[Tensor | None], device: torch.device) -> None:
         """See :meth:`kda_tl.runtime.compile.Kernel.launch`."""
         given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
-        given |= {"NT": len(given["chunk_tokens"]), "tokens": len(given["q"])}
-        arguments: list[Any] = [ctypes.c_int(given["NT"] * self.case.problem.HV)]
+        (tokens, H, _), (_, HV, _) = given["q"].shape, given["g"].shape
+        given |= {"H": H, "HV": HV, "NT": len(given["chunk_tokens"]), "tokens": tokens}
+        arguments: list[Any] = [ctypes.c_int(given["NT"] * HV)]
         for kind, name in self.arguments:
             x = given[name]
             if "*" in kind:

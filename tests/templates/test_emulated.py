@@ -40,13 +40,14 @@ EMULATED = {"fwd_prep": "prep_recurrence", "bwd_gradients": "prep_scan"}
 
 
 @pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
+@pytest.mark.parametrize(("H", "HV"), [(3, 6), (5, 5)], ids=["shared", "odd"])
 @pytest.mark.parametrize("name", EMULATED)
-def test_kernel_for_hopper_equals_reference(name: str, seed: int) -> None:
+def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: int) -> None:
     """Of a gate that is drawn: slow over a whole chunk, and, if unbounded, further in one than anchors can follow."""
     rng, stage, pipeline = random.Random(seed), templates.load(name), PIPELINES[EMULATED[name]]
     given: dict[str, Any] = {"dtype": "bf16", "scalar_gate": False, "rank": 1, "final_state": True, "K": 64, "V": 64}
     gate = random_of_run(f"gate of {name}").choice(GATES)
-    problem = draw_problem(rng, gate=gate, H=1, HV=2, intermediate_states=False, **given)
+    problem = draw_problem(rng, gate=gate, H=H, HV=HV, intermediate_states=False, **given)
     call = draw_call(problem, LENGTHS, seed)
     call.x["g"][-LENGTHS[-1] :] = -0.01 if gate == "log" else -9.0
     if not problem.bounded_gate:
