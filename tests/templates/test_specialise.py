@@ -1,0 +1,98 @@
+"""Kernels depend on what their stage says of a problem, and on nothing else: neither on numbers of heads nor on flags.
+
+Texts are compared after lowering, where every problem has all that the stage does not name set to something else than
+:meth:`kda_tl.core.stage.Stage.specialise` sets. ``make test`` draws some stages, the shards take all.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.cases import draw_problem
+
+from kda_tl import templates
+from kda_tl.core.device import Device, cpu_device
+from kda_tl.core.problem import BETAS, DTYPES, GATES, RANKS, Problem
+from kda_tl.core.stage import Case, Stage
+from kda_tl.database.gpus import known_device
+from kda_tl.runtime.lower import generate_source, number_names, pass_configs
+from kda_tl.templates.pipelines import PIPELINES
+
+STAGES = {name: templates.load(name) for name in templates.names()}
+HOPPER = known_device("nvidia_h200")
+FOR_HOPPER = {"dtype": "bf16", "scalar_gate": False, "rank": 1, "K": 128, "V": 128}
+STAGED = [stage.name for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages]
+PORTABLE = list(dict.fromkeys(STAGED))
+PLACES = [(name, "cuda") for name in STAGES] + [(name, "cpu") for name in PORTABLE]
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "K": (32, 64, 96, 128),
+    "V": (32, 64, 96, 128),
+    "gate": GATES,
+    "beta": BETAS,
+    "rank": RANKS,
+    "operator": ("chunk_kda", "chunk_gated_delta_rule"),
+    "direction": ("fwd", "bwd"),
+    **dict.fromkeys(("dtype", "g_dtype", "beta_dtype"), DTYPES),
+}
+
+
+def draw_case(rng: random.Random, stage: Stage, device: Device) -> Case:
+    """A case that the stage's default takes, with shared heads or without."""
+    while True:
+        fixed = FOR_HOPPER if stage.name not in PORTABLE else {"K": rng.choice((32, 64, 100)), "V": 64}
+        drawn = draw_problem(rng, **fixed, H=1, HV=rng.choice((1, 2)), direction=stage.name[:3])
+        case = Case(problem=drawn, device=device, BT=64, BC=16)
+        if stage.tensors_of(drawn)[1] and stage.default(case).reject(case) is None:
+            return case
+
+
+def change_rest(rng: random.Random, stage: Stage, case: Case) -> Case:
+    """The case with everything changed that its kernel does not depend on, numbers of heads among it."""
+    known, seen = stage.fields_of(case.problem), stage.specialise(case).problem
+    H = rng.choice((3, 5, 8))
+    heads = {"H": H, "HV": H * (rng.choice((2, 3)) if known.get("grouped", rng.random() < 0.5) else 1)}
+    lengths = {"tokens": 4 * rng.randrange(1, 9), "sequences": 2, "longest": 8}
+    found = {name: known[name] for name in known if name != "grouped"}
+    for name, value in vars(seen).items():
+        if name not in {*known, *heads, *lengths}:
+            choices = CHOICES.get(name, (not value,))
+            found[name] = rng.choice([choice for choice in choices if choice != value])
+    if found["gate"] == "softplus" and not found["has_A_log"]:
+        found["gate"] = "safe"
+    return replace(case, problem=Problem(**(found | heads | lengths)))
+
+
+def text_of(stage: Stage, case: Case, config: Any) -> str:
+    """What the compiler is given for exactly this case."""
+    return f"{pass_configs(stage, case)}\n{number_names(generate_source(stage, case, config))}"
+
+
+@pytest.mark.rest(draws=1, per="kind")
+@pytest.mark.parametrize(("name", "kind"), PLACES, ids=[f"{name}-{kind}" for name, kind in PLACES])
+def test_kernels_ignore_what_their_stage_does_not_name(name: str, kind: str, rng: random.Random) -> None:
+    stage = STAGES[name]
+    case = draw_case(rng, stage, HOPPER if kind == "cuda" else cpu_device())
+    config = stage.default(case)
+    other = change_rest(rng, stage, case)
+    assert stage.specialise(other) == stage.specialise(case) and other.problem != case.problem
+    assert text_of(stage, other, config) == text_of(stage, stage.specialise(case), config), other.problem
+
+
+NAMED = [(name, field) for name, stage in STAGES.items() for field in stage.depends]
+
+
+@pytest.mark.rest(draws=1)
+@pytest.mark.parametrize(("name", "field"), NAMED, ids=[f"{name}-{field}" for name, field in NAMED])
+def test_kernels_depend_on_what_their_stage_names(name: str, field: str, rng: random.Random) -> None:
+    stage = STAGES[name]
+    case = stage.specialise(draw_case(rng, stage, HOPPER))
+    config, texts = stage.default(case), set[str]()
+    for value in rng.sample(CHOICES.get(field, (False, True)), len(CHOICES.get(field, (False, True)))):
+        changed = {field: value} | ({"has_A_log": True} if value == "softplus" else {})
+        texts.add(text_of(stage, replace(case, problem=replace(case.problem, **changed)), config))
+        if len(texts) > 1:
+            return
+    raise AssertionError(f"{name} does not depend on {field}")
