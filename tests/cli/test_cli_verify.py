@@ -284,7 +284,7 @@ def test_verify_time_leaves_out_what_cannot_be_slower_or_told(
 
 
 def test_no_compiler_is_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kda_tl.runtime.compile.find_compiler", lambda device: None)
+    monkeypatch.setattr("kda_tl.runtime.lower.find_compiler", lambda device: None)
     code, _, err = run("verify", "--gpu", "cpu")
     assert code == 3 and "install a C++ compiler" in err
 
