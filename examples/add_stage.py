@@ -20,6 +20,7 @@ from kda_tl.database.gpus import known_device
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.lower import generate_source
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import Tile, prim_func
 
@@ -48,17 +49,20 @@ class ScaleConfig(Config):
 
 
 def build(case: Case, config: ScaleConfig) -> Any:
-    """The kernel: one thread block a (token, head, BK channels). ``tile`` hides the CPU target's differences."""
-    p, BK, tile = case.problem, config.BK, Tile.of(case)
+    """The kernel: one thread block a (token, head, BK channels). ``tile`` hides the CPU target's differences.
+
+    Numbers of tokens and of heads are known at the launch, so one kernel serves them all.
+    """
+    p, BK, tile, heads = case.problem, config.BK, Tile.of(case), Heads.of(case.problem)
     blocks = p.K // BK
     tokens = T.dynamic("tokens")
 
-    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens)
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, **heads.sizes)
     def scale_gate(g, scaled, scale):
-        with tile.kernel(tokens * p.HV * blocks, threads=config.threads) as i_block:
-            i_t, i_h, k0 = i_block // (p.HV * blocks), i_block // blocks % p.HV, i_block % blocks * BK
+        with tile.kernel(tokens * heads.HV * blocks, threads=config.threads) as i_block:
+            i_t, i_h, i_k = split_block(i_block, (tokens, heads.HV), blocks)
             for j in tile.parallel(BK):
-                scaled[i_t, i_h, k0 + j] = T.cast(g[i_t, i_h, k0 + j], "float32") * scale
+                scaled[i_t, i_h, i_k * BK + j] = T.cast(g[i_t, i_h, i_k * BK + j], "float32") * scale
 
     return scale_gate
 
@@ -77,7 +81,17 @@ def default(case: Case) -> ScaleConfig:
 
 TOLERANCE = {"bf16": 1e-6, "fp16": 1e-6, "fp32": 1e-6}  # one rounding to fp32
 STAGE = Stage(
-    "example_scale", INPUTS, OUTPUTS, ScaleConfig, build, reference, default, cost, TOLERANCE, scalars=("scale",)
+    "example_scale",
+    INPUTS,
+    OUTPUTS,
+    ScaleConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=(),  # of a problem `build` asks for K alone, which the tensors name
+    scalars=("scale",),
 )
 
 
