@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kda_tl.bench.workloads import Workload
-from kda_tl.runtime.dispatch import DEFAULT_PIPELINES
 from kda_tl.tune.plan_search import default_plans, list_kernels, make_fixture
 from kda_tl.tune.screening import list_variants
 from kda_tl.tune.session import Run
@@ -51,8 +50,7 @@ def _count_work(run: Run, workload: Workload, stage: str | None) -> tuple[frozen
     variants = list_variants(run, workload)
     if not variants:  # it will fail, at once
         return frozenset(), 0.0
-    by_default = (v for name in DEFAULT_PIPELINES[problem.direction] for v in variants if v.pipeline == name)
-    first = next(by_default, variants[0])
+    first = variants[0]  # what runs by default
     fixture = make_fixture(run, workload, first)
     stages = [s for s in fixture.pipeline.stages_of(problem) if stage in (None, s.name)]
     spaces = [(s, split_space(s, fixture.case)[0][: run.budget]) for s in stages]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
-from kda_tl.runtime.dispatch import DEFAULT_BC, find_rejection
+from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_PIPELINES, find_rejection
 from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
 from kda_tl.tune.isolate import WorkerFailure
@@ -55,8 +55,13 @@ def screen(
 
 
 def list_variants(run: Run, workload: Workload) -> list[ChunkVariant]:
-    """Every searched pipeline with every BT that it has a config for, the largest first."""
-    pipelines = plan_search.searched_pipelines(run, workload)
+    """Every searched pipeline with every BT that it has a config for: the largest BT first, and of one BT the defaults.
+
+    :func:`screen` times them in this order, and has the first one's search compiled before it knows the others.
+    """
+    ranked = DEFAULT_PIPELINES[workload.direction]
+    searched = plan_search.searched_pipelines(run, workload)
+    pipelines = sorted(searched, key=lambda p: ranked.index(p.name) if p.name in ranked else len(ranked))
     variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
     return _keep_possible(run, workload, variants)
 
