@@ -22,6 +22,7 @@ from kda_tl.tune.stage_search import SURE
 
 H100 = known_device("nvidia_h100_80gb_hbm3")
 WORKLOADS = [Workload(name=f"H{H}-T{T}", T=T, H=H) for T, H in ((1024, 8), (1024, 32), (1024, 64), (8192, 64))]
+APART = [Workload(name=f"K{K}", T=1024, H=32, K=K) for K in (64, 96, 128, 160, 192)]  # no two share a kernel
 LIMIT_S = 25.0
 STAGE_US = {"fwd_gate": 20.0, "fwd_intra": 100.0, "fwd_wy": 60.0, "fwd_state": 300.0, "fwd_output": 200.0}
 
@@ -43,13 +44,13 @@ def simulate_h100(patch: pytest.MonkeyPatch, plan_us: Any, **options: Any) -> Si
     return simulate(patch, plan_us=plan_us, stage_us=lambda stage: STAGE_US.get(stage, 50.0), **options)
 
 
-@pytest.mark.parametrize("plan_us", [staged_wins, hopper_wins])
+@pytest.mark.parametrize(("plan_us", "workloads"), [(staged_wins, APART), (hopper_wins, WORKLOADS)])
 def test_a_short_limit_still_searches_what_takes_most_of_the_time(
-    plan_us: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan_us: Any, workloads: list[Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels take 8 s, and ten of them are in the default plans alone: from the second workload on they are ready."""
     simulation = simulate_h100(monkeypatch, plan_us)
-    for report in tune(simulation, tmp_path, WORKLOADS).workloads[1:]:
+    for report in tune(simulation, tmp_path, workloads).workloads[1:]:
         stages = list(report.stages)
         share = [STAGE_US.get(stage.stage, 50.0) for stage in stages]
         assert share == sorted(share, reverse=True)
@@ -75,7 +76,7 @@ def test_what_a_workload_had_no_time_for_does_not_keep_the_next_one_waiting(
         elif isinstance(event, VariantScreened) and event.variant.pipeline == "staged" and event.variant.BT == 64:
             waits[-1] += simulation.clock.now if waits[-1] <= 0 else 0.0
 
-    tune(simulation, tmp_path, WORKLOADS, on_event=listen)
+    tune(simulation, tmp_path, APART, on_event=listen)
     assert all(wait <= simulation.compile_s for wait in waits[1:]), waits
     assert len({job.key for job in simulation.compiled}) == len(simulation.compiled)
 
@@ -182,31 +183,30 @@ def test_what_could_not_be_measured_in_time_makes_room_for_the_next_workload(
 
     def note(request: Any) -> None:
         if isinstance(request, CompileJob):
-            begun.append((simulation.clock.now, request.case.problem.H))
+            begun.append((simulation.clock.now, request.case.problem.K))
         begin(request)
 
     def listen(event: Any) -> None:
         if isinstance(event, WorkloadStarted):
-            starts.append((simulation.clock.now, event.workload.H))
+            starts.append((simulation.clock.now, event.workload.K))
 
     monkeypatch.setattr(simulation, "begin", note)
-    workloads = [Workload(name=f"H{H}", T=1024, H=H) for H in (8, 16, 32, 48, 64)]
-    tune(simulation, tmp_path, workloads, on_event=listen)
+    tune(simulation, tmp_path, APART, on_event=listen)
     for (start, _), (end, following) in zip(starts[1:], starts[2:], strict=False):
-        late = [H for when, H in begun if end - 2 * simulation.compile_s / 3 < when < end]
+        late = [K for when, K in begun if end - 2 * simulation.compile_s / 3 < when < end]
         assert late and set(late) == {following}, (start, late)
 
 
 def test_kernels_that_workloads_share_are_forecast_once(tmp_path: Path) -> None:
-    """Those of 64 heads, for 1024 and 8192 tokens."""
+    """Those of 8 heads and 1024 tokens, and of 64 heads and 8192."""
     pool: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: False)
     run = make_run(pool, tmp_path / "journal")
     run = replace(run, device=H100)
-    one, two = (Forecast(run, workloads, None, None) for workloads in (WORKLOADS[2:3], WORKLOADS[2:]))
+    one, two = (Forecast(run, workloads, None, None) for workloads in (WORKLOADS[:1], WORKLOADS[::3]))
     assert one.count_kernels() == two.count_kernels() > 20
     compiling_s = one.count_kernels() * 8.0 / 4
     assert two.left_s() - one.left_s() == pytest.approx(one.left_s() - compiling_s)
     assert two.left_s(1) == pytest.approx(one.left_s())
     finished: Any = SimpleNamespace(size=4, mean_result=lambda: None, finished=lambda key: True)
-    done = Forecast(replace(run, pool=finished), WORKLOADS[2:3], None, None)
+    done = Forecast(replace(run, pool=finished), WORKLOADS[:1], None, None)
     assert done.left_s() == pytest.approx(one.left_s() - compiling_s)
