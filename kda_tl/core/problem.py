@@ -14,6 +14,7 @@ RANKS = (1, 2, 4)
 _CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "g_dtype": DTYPES, "beta_dtype": DTYPES}
 _CHOICES |= {"gate": GATES, "beta": BETAS, "direction": DIRECTIONS, "rank": RANKS}
 MAX_HEAD_DIM = 256
+MAX_HEADS = 65535  # an axis of a launch's grid
 LOWER_BOUND_RANGE = (-5.0, 0.0)  # FLA's range: 16 tokens of exp(-5) still fit an fp32 exponent
 
 
@@ -75,6 +76,8 @@ class Problem:
                 raise InputError(f"{name} must be at least 1, got {size}.")
             if size > MAX_HEAD_DIM and name in "KV":
                 raise InputError(f"head dimension {name}={size} is not supported: pass {MAX_HEAD_DIM} or less.")
+            if size > MAX_HEADS:
+                raise InputError(f"{name}={size} heads are not supported: pass {MAX_HEADS} or less.")
         if self.HV % self.H:
             raise InputError(
                 f"HV={self.HV} value heads cannot share H={self.H} query/key heads: make HV a multiple of H."

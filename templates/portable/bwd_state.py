@@ -15,7 +15,7 @@ import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import crop_state, pad_state, split_chunks
-from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, at_state, avoid_wgmma, prim_func
@@ -79,9 +79,9 @@ def build(case: Case, config: BwdStateConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds}, **heads.sizes)
     def bwd_state(qg, kg, w, d_o, dv_local, g_cumsum, dht, seq_chunks, chunk_tokens, dh, dv_new, dh0):
-        with tile.kernel(N * heads.HV * VB, threads=THREADS) as i_block:
-            i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
-            v0 = i_v * BV
+        # Heads on an axis of their own: TileLang 0.1.15 loads ahead of a division, whose results only the loop needs
+        with tile.kernel(N * VB, heads.HV, threads=THREADS) as (i_block, i_h):
+            i_n, v0 = i_block // VB, i_block % VB * BV
             last = seq_chunks[i_n + 1] - 1
             chunks = seq_chunks[i_n + 1] - seq_chunks[i_n]
             start = T.if_then_else(chunks > 0, chunk_tokens[last, 0], 0)  # of the last chunk; the others are full

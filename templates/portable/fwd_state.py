@@ -13,7 +13,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import crop_state, pad_state
-from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of, find_misfit, io_bytes
 from kda_tl.templates.common.tile import FP32_TOLERANCE, Tile, at_state, avoid_wgmma, prim_func
@@ -79,9 +79,9 @@ def build(case: Case, config: FwdStateConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS, N=N, **{"N+1": bounds}, **heads.sizes)
     def fwd_state(w, u, kg, g_cumsum, h0, seq_chunks, h, v_new, ht):
-        with tile.kernel(N * heads.HV * VB, threads=THREADS) as i_block:
-            i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
-            v0 = i_v * BV
+        # Heads on an axis of their own: TileLang 0.1.15 loads ahead of a division, whose results only the loop needs
+        with tile.kernel(N * VB, heads.HV, threads=THREADS) as (i_block, i_h):
+            i_n, v0 = i_block // VB, i_block % VB * BV
             first = seq_chunks[i_n]
             chunks = seq_chunks[i_n + 1] - first
             state = tile.fragment((KP, BV))

@@ -89,6 +89,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "HV=4 value heads cannot share H=3 query/key heads: make HV a multiple",
     ),
     "more query heads": (good(q=zeros(2, 5, 8, 8), k=zeros(2, 5, 8, 8)), "make HV a multiple of H"),
+    "many heads": (
+        good(**dict.fromkeys("qkvg", zeros(1, 1, 1 << 16, 1)), beta=zeros(1, 1, 1 << 16), A_log=zeros(1 << 16)),
+        "H=65536 heads are not supported: pass 65535",
+    ),
     "no heads": (good(q=zeros(2, 5, 0, 8), k=zeros(2, 5, 0, 8)), "H must be at least 1"),
     "no batch": (
         {name: x[:0] if name in ("q", "k", "v", "g", "beta") else x for name, x in good().items()},

@@ -32,6 +32,16 @@ def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: ra
     assert "tl::mma_sync" in generate_source(stage, case, stage.default(case))
 
 
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
+def test_nothing_after_the_loop(name: str, states: bool, rng: random.Random) -> None:
+    """Without a state to write, nothing but the loop needs a block's sequence: TileLang 0.1.15 may load ahead of it."""
+    stage = templates.load(name)
+    problem = draw_problem(rng, K=128, V=64, dtype="bf16", initial_state=states, final_state=states)
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    assert "seq_chunks" in generate_source(stage, case, stage.default(case))
+
+
 @pytest.mark.parametrize("has_dt_bias", [False, True])
 def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.Random) -> None:
     """Nothing is summed for A_log then: TileLang 0.1.15 stops at a sum in registers that nothing is added to."""
