@@ -41,6 +41,7 @@ Rows of q and k are one tile of 128, 8 by 8: a thread's rows belong to one token
     row_sum, key_sum    relative to anchors         fp32   registers
     dG_row, of_key      none, relative to anchors   fp32   shared memory
     suffix              none                        fp32   registers
+    gates: g, then dg   none                        as g   shared memory, where pairs were
 
 Gradients of G are products of the very operands that were multiplied, so what cancels in the cumsum cancels exactly.
 Source: autograd of Kimi Linear, arXiv:2510.26692, section 3; derived above.
@@ -279,20 +280,30 @@ def build(case: Case, config: BwdGradientsConfig) -> Any:
                     sums = (above, last, dG_row, keys, grown, of_key, of_keys, written)
                     exact_gradients(gate, read, at, (*factors, decay_scale[0], slope[0], scale), sums, config.threads)
 
-            # the gate
+            # the gate; its rows come again, and go, by way of shared memory
             suffix = T.alloc_fragment((BC, NB, KP), f32)
             totals = T.alloc_shared((NB, KP), f32)
+            gates = T.alloc_shared((BT, K), g.dtype)
+            if p.gate != "log":
+                T.sync_threads()
+                issue_rows(g, start, count, i_hv, gates, lambda i: (i,))
+                T.ptx_commit_group()
             sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffix)
             if p.gate != "log":
-                compute_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
+                T.ptx_wait_group(0)
+                T.sync_threads()
+                compute_gate(p, gates, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part)
             elif p.has_dt_bias:
                 for j in T.Parallel(KP):
                     ddt_bias_part[i_t, i_hv, j] = 0.0
-            own_dg = HeadRows.of(dg, start, i_hv)
             for i in T.unroll(BC):
                 for s, j in T.Parallel(NB, KP):
-                    if (s * BC + i < count) & (j < K):
-                        own_dg.rows[s * BC + i, j] = T.cast(suffix[i, s, j], dg.dtype)
+                    gates[s * BC + i, j] = T.cast(suffix[i, s, j], dg.dtype)
+            T.sync_threads()
+            own_dg = HeadRows.of(dg, start, i_hv)
+            for i, j in T.Parallel(BT, K):
+                if i < count:
+                    own_dg.rows[i, j] = gates[i, j]
 
             # q and k
             if True if p.bounded_gate else T.Not(needs_exact_path(steepest)):

@@ -2,7 +2,6 @@
 
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
-from kda_tl.templates.sm90.gates import load_gates
 from kda_tl.templates.sm90.rows import BC, NB
 
 
@@ -43,11 +42,11 @@ def sum_rows_after(dG_row, keys, of_key, of_keys, of_states, last, totals, suffi
 
 
 @T.macro
-def compute_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
+def compute_gate(p, gates, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log_part, ddt_bias_part):
     """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters.
 
-    The gate has an activation. ``raw`` and ``totals`` are room in registers and in shared memory; ``suffix`` holds
-    gradients of decays, and becomes those of raw gates.
+    The gate has an activation, ``gates`` are its rows in shared memory; ``raw`` and ``totals`` are room in registers
+    and in shared memory; ``suffix`` holds gradients of decays, and becomes those of raw gates.
     """
     KP, f32 = suffix.shape[2], "float32"
     slopes = Slopes(p, fast=True)
@@ -58,7 +57,9 @@ def compute_gate(p, g, raw, bias, A_log, lower_bound, at, totals, suffix, dA_log
     if p.has_A_log:
         T.clear(of_slope)
     T.clear(of_bias)
-    load_gates(g, p.K, at.start, at.count, at.i_hv, raw)
+    for i in T.unroll(BC):
+        for s, j in T.Parallel(NB, KP):
+            raw[i, s, j] = gates[s * BC + i, j]
     for i in T.unroll(BC):
         for s, j in T.Parallel(NB, KP):
             x = T.cast(raw[i, s, j], f32) + bias[s, j]
