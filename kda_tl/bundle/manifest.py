@@ -60,8 +60,7 @@ class Entry:
 
 def specialisation(stage: Stage, case: Case, config: Config) -> dict[str, Any]:
     """What a kernel is built for: what it depends on of problem and device, chunk sizes and config."""
-    problem = stage.fields_of(case.problem)
-    device = {"arch": case.device.arch, "num_sms": case.device.num_sms}
+    problem, device = stage.fields_of(case.problem), stage.fields_of_device(case.device)
     return {"problem": problem, "device": device, "BT": case.BT, "BC": case.BC, "config": config.as_dict()}
 
 

@@ -196,6 +196,8 @@ def no_passes(case: Case) -> dict[str, Any]:
     return {}
 
 
+_OF_DEVICE = {"num_sms"}  # fields of a device that kernels may depend on, beside its architecture
+
 # What kernels that ignore these fields see of them; other fields have their defaults
 _ANY_PROBLEM: dict[str, Any] = {
     "K": 128,
@@ -222,7 +224,8 @@ class Stage:
         cost: ``(case, sizes) -> Cost`` with sizes holding those of a layout as well.
         tolerance: relative error (norm of the difference over norm) each output may have, by element type of io.
         depends: fields of the problem that ``build`` and ``passes`` ask for, beside those that its tensors name by
-            their dimensions, their dtypes and what they exist for. Kernels see no other field, see :meth:`specialise`.
+            their dimensions, their dtypes and what they exist for; and ``num_sms`` if they ask the device for it.
+            Kernels see no other field, see :meth:`specialise`.
         scalars: float parameters, last.
         rms_floor: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
@@ -245,8 +248,8 @@ class Stage:
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
 
     def __post_init__(self) -> None:
-        if unknown := set(self.depends) - {f.name for f in fields(Problem)}:
-            raise ValueError(f"{self.name} depends on {sorted(unknown)}, which a problem does not have")
+        if unknown := set(self.depends) - {f.name for f in fields(Problem)} - _OF_DEVICE:
+            raise ValueError(f"{self.name} depends on {sorted(unknown)}, which neither problem nor device has")
 
     @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -263,8 +266,12 @@ class Stage:
 
         Fields of tensors that the problem lacks do not count.
         """
-        names = set(self.depends).union(*(spec.fields(problem) for spec in self.specs.values()))
+        names = set(self.depends).union(*(spec.fields(problem) for spec in self.specs.values())) - _OF_DEVICE
         return {name: getattr(problem, name) for name in sorted(names)}
+
+    def fields_of_device(self, device: Device) -> dict[str, Any]:
+        """What of a device its kernels are built for, by name."""
+        return {"arch": device.arch} | {name: getattr(device, name) for name in self.depends if name in _OF_DEVICE}
 
     def specialise(self, case: Case) -> Case:
         """The case that its kernels for another are built for: the same for all cases whose kernels are the same.
@@ -273,7 +280,8 @@ class Stage:
         """
         known = {**_ANY_PROBLEM, **self.fields_of(case.problem)}
         heads = {"H": 1, "HV": 2 if known.pop("grouped", False) else 1}
-        return replace(case, problem=Problem(**(known | heads)))
+        device = replace(case.device, **({"num_sms": 1} | self.fields_of_device(case.device)))
+        return replace(case, problem=Problem(**(known | heads)), device=device)
 
     def candidates(self, case: Case) -> Iterator[Config]:
         """Every config of the space that the case does not reject."""

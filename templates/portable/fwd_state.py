@@ -59,13 +59,20 @@ class FwdStateConfig(Config):
     BV: int = tunable(32, 16, 32, 64, 128)
     num_stages: int = tunable(2, 1, 2, 3, 4)
 
+    def reject_loop(self, case: Case) -> str | None:
+        """Without TMA, TileLang 0.1.15 loads nothing ahead in a loop whose length the launch does not tell."""
+        if self.num_stages > 1 and 0 < case.device.sm < 90:
+            return f"num_stages={self.num_stages} needs a GPU with TMA, {case.device.arch} has none: use num_stages=1"
+        return None
+
     def reject(self, case: Case) -> str | None:
         """BV divides; the pipelined tiles fit shared memory; the state fits the registers."""
         p, BT, io = case.problem, case.BT, io_bytes(case)
         stage = BT * (2 * p.KP + self.BV) * io + (0 if p.scalar_gate else p.KP * 4)
         smem = self.num_stages * stage + (p.KP + BT) * self.BV * io
         registers = (p.KP + BT) * self.BV // THREADS
-        return find_misfit(case, self, (BT, self.BV, p.KP), (p.KP, self.BV, BT), smem=smem, registers=registers)
+        products = (BT, self.BV, p.KP), (p.KP, self.BV, BT)
+        return self.reject_loop(case) or find_misfit(case, self, *products, smem=smem, registers=registers)
 
 
 def build(case: Case, config: FwdStateConfig) -> Any:

@@ -84,4 +84,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return recurrence_cost(case, sizes, INPUTS | OUTPUTS)
 
 
-STAGE = Stage("fwd_recurrence", INPUTS, OUTPUTS, OutputConfig, build, reference, default, cost, TOLERANCE, depends=())
+STAGE = Stage(
+    "fwd_recurrence", INPUTS, OUTPUTS, OutputConfig, build, reference, default, cost, TOLERANCE, depends=("num_sms",)
+)

@@ -43,5 +43,14 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 
 STAGE = Stage(
-    "fwd_resume", INPUTS, OUTPUTS, OutputConfig, build, reference, OutputConfig.default, cost, TOLERANCE, depends=()
+    "fwd_resume",
+    INPUTS,
+    OUTPUTS,
+    OutputConfig,
+    build,
+    reference,
+    OutputConfig.default,
+    cost,
+    TOLERANCE,
+    depends=("num_sms",),
 )

@@ -1,7 +1,7 @@
 """What files of GPU tests share: specialisations, plans, the kernels they need, and how exact results must be.
 
-All kernels are compiled first, in parallel, into TileLang's disk cache: on the 16 cores of an H200 machine that is most
-of the time these tests take.
+Kernels that neither a bundle nor this user's cache has are compiled first, on all cores: on the 16 of a GPU machine
+that is most of the time these tests take, and ``gpu_bundle.py`` spares it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Plan
 from kda_tl.database.store import Entry, sources
 from kda_tl.ops import load_all
+from kda_tl.runtime.compile import is_ready
 from kda_tl.runtime.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.isolate import WorkerFailure, map_pool
@@ -262,9 +263,8 @@ def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
     )
 
 
-@cache
-def compile_all() -> dict[Job, WorkerFailure]:
-    """Compiles everything that GPU tests run, on all cores, once; what failed, and why."""
+def list_kernels() -> list[Job]:
+    """Every kernel that GPU tests run, once; the longest to compile come first."""
     wanted = [job for BT, problem in SPECIALISED.values() for job in jobs_of(problem, plan_of(problem, BT))]
     for name in BACKWARD:
         problem, plan = backward_plan(name)
@@ -298,7 +298,16 @@ def compile_all() -> dict[Job, WorkerFailure]:
             wanted += jobs_of(problem, plan)
             if direction == "bwd":
                 wanted += jobs_of(forward_of(problem), forward_plan(problem))
-    jobs = sorted(dict.fromkeys(wanted), key=lambda job: job[0] != "fwd_intra")  # the longest first
+    distinct: dict[Job, Job] = {}
+    for name, case, config in wanted:
+        distinct.setdefault((name, templates.load(name).specialise(case), config), (name, case, config))
+    return sorted(distinct.values(), key=lambda job: job[0] != "fwd_intra")
+
+
+@cache
+def compile_all() -> dict[Job, WorkerFailure]:
+    """Makes ready everything that GPU tests run, on all cores, once; what failed, and why."""
+    jobs = [job for job in list_kernels() if not is_ready(templates.load(job[0]), *job[1:])]
     cores = max(1, (os.cpu_count() or 2) - 1)
     results = map_pool("support.launches:compile_job", jobs, jobs=cores, timeout_s=200)
     return {jobs[i]: result for i, result in results if isinstance(result, WorkerFailure)}

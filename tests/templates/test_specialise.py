@@ -62,7 +62,8 @@ def change_rest(rng: random.Random, stage: Stage, case: Case) -> Case:
             found[name] = rng.choice([choice for choice in choices if choice != value])
     if found["gate"] == "softplus" and not found["has_A_log"]:
         found["gate"] = "safe"
-    return replace(case, problem=Problem(**(found | heads | lengths)))
+    device = case.device if "num_sms" in stage.depends else replace(case.device, num_sms=rng.choice((78, 114)))
+    return replace(case, problem=Problem(**(found | heads | lengths)), device=device)
 
 
 def text_of(stage: Stage, case: Case, config: Any) -> str:
@@ -90,6 +91,10 @@ def test_kernels_depend_on_what_their_stage_names(name: str, field: str, rng: ra
     stage = STAGES[name]
     case = stage.specialise(draw_case(rng, stage, HOPPER))
     config, texts = stage.default(case), set[str]()
+    if field == "num_sms":
+        other = replace(case, device=replace(case.device, num_sms=78))
+        assert text_of(stage, other, config) != text_of(stage, case, config)
+        return
     for value in rng.sample(CHOICES.get(field, (False, True)), len(CHOICES.get(field, (False, True)))):
         changed = {field: value} | ({"has_A_log": True} if value == "softplus" else {})
         texts.add(text_of(stage, replace(case, problem=replace(case.problem, **changed)), config))
