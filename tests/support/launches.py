@@ -107,8 +107,8 @@ def inspect_job(job: tuple[str, Case]) -> tuple[str, dict[str, Any]]:
     return compile_stage(stage, case, config).source, StaticJob(stage=stage, case=case, config=config).run()
 
 
-def compile_job(job: tuple[str, Case, Config | None]) -> str:
-    """Compiles a stage (its default unless a config is given) into TileLang's disk cache: for worker processes."""
+def compile_job(job: tuple[str, Case, Config | None]) -> None:
+    """Compiles a stage (its default unless a config is given) into this user's cache: for worker processes."""
     name, case, config = job
     stage = templates.load(name)
-    return compile_stage(stage, case, config or stage.default(case)).source
+    compile_stage(stage, case, config or stage.default(case))
