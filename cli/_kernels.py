@@ -11,13 +11,13 @@ from kda_tl import templates
 from kda_tl.cli._console import Terminal, one_line
 from kda_tl.cli._subjects import Finding, Subject
 from kda_tl.core.device import Device
+from kda_tl.core.isolate import WorkerFailure, map_pool
 from kda_tl.core.stage import Case
 from kda_tl.database.lookup import TuningFile
 from kda_tl.database.staleness import list_unproved, renew
 from kda_tl.database.store import Database, Entry, Key, store
 from kda_tl.errors import DatabaseError, InputError
 from kda_tl.runtime.dispatch import parse_plan
-from kda_tl.tune.isolate import WorkerFailure, map_pool
 from kda_tl.tune.pool import TARGET
 from kda_tl.tune.requests import CompileJob, HashJob
 from kda_tl.tune.stage_search import compiler_version, count_cores

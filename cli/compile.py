@@ -18,11 +18,11 @@ from kda_tl.cli._problem import read_numbers, read_workloads
 from kda_tl.cli._progress import format_span
 from kda_tl.cli._target import find_known, open_database, suggest
 from kda_tl.core.device import Device
+from kda_tl.core.isolate import WorkerError, WorkerFailure, map_pool
 from kda_tl.database.gpus import known_device
 from kda_tl.database.store import sources
 from kda_tl.errors import BundleError, InputError
 from kda_tl.runtime.lower import require_compiler
-from kda_tl.tune.isolate import WorkerError, WorkerFailure, map_pool
 from kda_tl.tune.pool import TARGET
 from kda_tl.tune.stage_search import count_cores
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ def forked_workers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr("kda_tl.tune.isolate.subprocess", FakeSubprocess)
+            patch.setattr("kda_tl.core.isolate.subprocess", FakeSubprocess)
         yield
 
 
@@ -177,3 +178,9 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from kda_tl.core.device import cpu_device
 
     monkeypatch.setattr("kda_tl.cli._target.current_device", cpu_device)
+
+
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are interpreters that the test process starts, as outside of the tests."""
+    monkeypatch.setattr("kda_tl.core.isolate.subprocess", subprocess)

@@ -6,6 +6,7 @@ Sources, first in rank first: the ``with use(...)`` overlay, ``$KDA_TL_DB``, the
 import contextlib
 import functools
 import importlib.resources
+import importlib.util
 import json
 import os
 import platform
@@ -85,6 +86,8 @@ def writable_directory() -> Path:
 
 
 def _user_directory() -> Path:
+    if importlib.util.find_spec("platformdirs") is None:  # calls that bundles serve do without: what it says on Linux
+        return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "kda_tl" / "tuning_db"
     with importing("platformdirs"):
         import platformdirs
 

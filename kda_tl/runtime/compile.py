@@ -1,7 +1,7 @@
 """From a stage and a config to a kernel that can be called.
 
 Kernels are looked for in this process, in bundles, and among those that this user's processes compiled before. What is
-nowhere is compiled: lowered one after the other, since TVM works in this process, and handed to compilers side by side.
+nowhere is compiled, several kernels side by side.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +24,10 @@ from kda_tl.bundle.manifest import Entry
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.core.toolchain import is_of_cache, replace_cache, warn_if_not_kept
 from kda_tl.errors import CompileError, KdaTlError
-from kda_tl.runtime.binary import compile_library, explaining, generate
+from kda_tl.runtime.binary import explaining
 from kda_tl.runtime.kernel import Binary, Kernel
 from kda_tl.runtime.lower import generate_source, hash_source, pass_configs, require_compiler
+from kda_tl.runtime.parallel import Job, make_libraries
 
 # The C target's header includes half.hpp, which takes g++ 0.7 of a kernel's 1.0 s; kernels there are fp32 and need no
 # more than the type's name. TileLang 0.1.15 splits flags at spaces and has them in its cache's key, so this is no file.
@@ -37,7 +37,6 @@ _CPU_FLAGS = [
 ]
 JIT_VARIABLE = "KDA_TL_JIT"
 
-Job = tuple[Stage, Case, Config]  # what a kernel is made of
 _Key = tuple[str, Case, Config]
 
 _log = logging.getLogger("kda_tl")
@@ -168,20 +167,34 @@ def _find(stage: Stage, case: Case, config: Config) -> Binary | None:
 
 def _compile(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
     device = next(iter(jobs.values()))[1].device
-    names = ", ".join(sorted({stage.name for stage, _, _ in jobs.values()}))
-    what = f"{len(jobs)} kernel{'s' * (len(jobs) > 1)} for {device.arch} ({names})"
     if _forbidden.get() or os.environ.get(JIT_VARIABLE, "1") == "0":
         off = "kda_tl.no_compile()" if _forbidden.get() else f"{JIT_VARIABLE}=0"
+        what = _describe([*jobs.values()])
         raise CompileError(f"{what} would have to be compiled, which {off} forbids: make them with `kda-tl compile`.")
     require_compiler(device)
+    return _compile_for_cpu(jobs) if device.kind == "cpu" else _compile_for_cuda(jobs)
+
+
+@contextlib.contextmanager
+def _telling(jobs: Sequence[Job]) -> Iterator[None]:
+    """Logs what this process compiles, and how long it took."""
+    what, start = _describe(jobs), time.monotonic()
     _log.info("Compiling %s, which no bundle has; `kda-tl compile` makes them ahead of time.", what)
-    start = time.monotonic()
-    made = {k: _compile_for_cpu(*job) for k, job in jobs.items()} if device.kind == "cpu" else _compile_for_cuda(jobs)
+    yield
     _log.info("Compiled %s in %.1f s.", what, time.monotonic() - start)
-    return made
 
 
-def _compile_for_cpu(stage: Stage, case: Case, config: Config) -> Binary:
+def _describe(jobs: Sequence[Job]) -> str:
+    names = ", ".join(sorted({stage.name for stage, _, _ in jobs}))
+    return f"{len(jobs)} kernel{'s' * (len(jobs) > 1)} for {jobs[0][1].device.arch} ({names})"
+
+
+def _compile_for_cpu(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
+    with _telling([*jobs.values()]):
+        return {key: _compile_one_for_cpu(*job) for key, job in jobs.items()}
+
+
+def _compile_one_for_cpu(stage: Stage, case: Case, config: Config) -> Binary:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # its log lines would land in the caller's output
     # Of a kernel that its cache could not keep it prints a traceback, on stdout
     logging.getLogger("tilelang.cache.kernel_cache").setLevel(logging.CRITICAL)
@@ -207,20 +220,26 @@ def _run_tilelang(stage: Stage, case: Case, config: Config) -> Any:
 def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
     """Compiles what no other process has compiled while this one waited for it. All take the locks in one order."""
     found_or_made: dict[_Key, Binary] = {}
-    futures: dict[_Key, tuple[str, Future[tuple[bytes, Entry]]]] = {}
-    with contextlib.ExitStack() as held, ThreadPoolExecutor(max_workers=os.cpu_count()) as compilers:
+    wanted: list[tuple[str, _Key]] = []
+    with contextlib.ExitStack() as held:
         for name, key in sorted((cache.name_of(*job), key) for key, job in jobs.items()):
             _lock(held, name)
             if found := cache.find(name):
                 found_or_made[key] = Library(jobs[key], *found)
-                continue
-            with explaining(*jobs[key]):
-                made = generate(*jobs[key])
-            futures[key] = name, compilers.submit(compile_library, made)
-        for key, (name, future) in futures.items():
-            with explaining(*jobs[key]):
-                content, entry = future.result()
+            else:
+                wanted.append((name, key))
+        if not wanted:
+            return found_or_made
+        failures: list[CompileError] = []
+        with _telling(own := [jobs[key] for _, key in wanted]):
+            for i, made in make_libraries(own):
+                if isinstance(made, CompileError):
+                    failures.append(made)
+                    continue
+                (name, key), (content, entry) = wanted[i], made
                 found_or_made[key] = Library(jobs[key], _keep(name, content, entry), entry)
+            if failures:
+                raise failures[0]
     return found_or_made
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.device import Device
+from kda_tl.core.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
 from kda_tl.core.stage import Case, Config
 from kda_tl.errors import InputError
 from kda_tl.runtime.compile import Library, compile_stage
 from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT
 from kda_tl.runtime.lower import require_compiler
-from kda_tl.tune.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_pool
 from kda_tl.tune.pool import TARGET
 from kda_tl.tune.requests import KernelJob
 from kda_tl.tune.stage_search import count_cores, rank_by_distance, split_space

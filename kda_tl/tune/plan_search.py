@@ -12,6 +12,7 @@ from kda_tl import templates
 from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.timing import read_gpu_state
 from kda_tl.bench.workloads import Workload
+from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan
@@ -22,7 +23,6 @@ from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
-from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.requests import CompileJob, HashJob, PlanContest, PlanTrial
 from kda_tl.tune.search import Evaluation, sort_valid
 from kda_tl.tune.session import PLANS, Run

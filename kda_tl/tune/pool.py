@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
-from kda_tl.tune.isolate import PENDING, IsolatedWorker, WorkerError, WorkerFailure, collect, wait_any
+from kda_tl.core.isolate import PENDING, IsolatedWorker, WorkerError, WorkerFailure, collect, wait_any
 
 TARGET = "kda_tl.tune.requests:run_request"
 

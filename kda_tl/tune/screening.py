@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
+from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
 from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_PIPELINES, find_rejection
 from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
-from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan
 from kda_tl.tune.pool import DeadlineExceeded
 from kda_tl.tune.session import Run

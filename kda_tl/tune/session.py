@@ -9,10 +9,10 @@ from typing import Any
 
 from kda_tl.bench.fixtures import StageFixture
 from kda_tl.core.device import Device
+from kda_tl.core.isolate import WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout
 from kda_tl.core.stage import Config
 from kda_tl.errors import KdaTlError
 from kda_tl.tune.events import ChunkVariant, OnEvent
-from kda_tl.tune.isolate import WorkerCrash, WorkerError, WorkerFailure, WorkerTimeout
 from kda_tl.tune.journal import Journal, Outcome, Trial, as_key
 from kda_tl.tune.pool import Job, Request, WorkerPool
 from kda_tl.tune.requests import Prepare

@@ -17,11 +17,11 @@ from pathlib import Path
 from kda_tl import templates
 from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
+from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.database.records import Key
 from kda_tl.tune.events import ChunkVariant, StageResult, StageStarted, TrialDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
-from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.journal import Outcome
 from kda_tl.tune.pool import DeadlineExceeded
 from kda_tl.tune.requests import CompileJob, IdentifyJob, StageContest, StageTimes, StageTrial

@@ -70,7 +70,7 @@ def test_no_fault_gives_a_wrong_kernel(bundle: Path) -> None:
             if path.name != NAME:
                 assert results.count("right") == len(KERNELS) - 1, f"{path.name} {fault}: {results}"
             path.write_bytes(content)
-    assert sum(counted.values()) > 9000 and {result for _, result in counted} == {"right", "refused"}, counted
+    assert sum(counted.values()) > 8500 and {result for _, result in counted} == {"right", "refused"}, counted
 
 
 def test_binaries_that_changed_places_are_refused(bundle: Path) -> None:

@@ -17,9 +17,9 @@ from kda_tl.aot.plans import BuildJob
 from kda_tl.bundle.manifest import NAME, read
 from kda_tl.cli import _binary, compile
 from kda_tl.core.device import Device
+from kda_tl.core.isolate import WorkerError
 from kda_tl.errors import CompileError
 from kda_tl.runtime import lower as runtime_lower
-from kda_tl.tune.isolate import WorkerError
 
 ARGV = ("compile", "--gpu", "nvidia_h200", "--workload", "safe-T8192-H32")
 

@@ -15,10 +15,10 @@ from support.cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, Run, make_entry, 
 
 from kda_tl.cli import _call as call
 from kda_tl.cli import _subjects, verify
+from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
 from kda_tl.runtime.dispatch import default_plan
-from kda_tl.tune.isolate import WorkerFailure
 from kda_tl.tune.requests import HashJob
 
 pytestmark = pytest.mark.usefixtures("own_database")

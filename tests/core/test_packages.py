@@ -33,7 +33,6 @@ def tune(tmp_path: Path) -> None:
 NEEDED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "store": ("filelock", lambda path: db.store(path, H200, "chunk_kda", "fwd", [])),
     "journal": ("filelock", lambda path: Journal(path / "j").append(Trial(study="s", config={}, status="crash"))),
-    "sources": ("platformdirs", lambda path: db._user_directory()),
     "tune": ("optuna", tune),
 }
 

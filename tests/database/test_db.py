@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -372,3 +373,14 @@ def test_provenance_is_plain_data() -> None:
     found = db.provenance()
     assert {"date", "python", "torch"} <= found.keys() and found["date"].endswith("+00:00")
     assert all(isinstance(value, str) for value in found.values())
+
+
+def test_the_user_directory_without_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that only call have no such package: the folder is the same."""
+    pytest.importorskip("platformdirs")
+    for data in ("", "/somewhere/data"):
+        monkeypatch.setenv("XDG_DATA_HOME", data)
+        with monkeypatch.context() as patch:
+            patch.setattr("importlib.util.find_spec", lambda name: None)
+            found = db._user_directory()
+        assert sys.platform != "linux" or found == db._user_directory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kda_tl.tune.isolate import PENDING, IsolatedWorker, wait_any
+from kda_tl.core.isolate import PENDING, IsolatedWorker, wait_any
 
 
 def call(worker: IsolatedWorker, payload: Any) -> Any:

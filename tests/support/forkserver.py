@@ -1,6 +1,6 @@
 """Worker processes that one loaded process forks: torch and tilelang come once a test process, not once a worker (5 s).
 
-Stands in for ``subprocess`` in :mod:`kda_tl.tune.isolate`. A worker has what it has without this: a session of its own,
+Stands in for ``subprocess`` in :mod:`kda_tl.core.isolate`. A worker has what it has without this: a session of its own,
 the descriptors that it is given and no others, and the environment of the moment.
 """
 

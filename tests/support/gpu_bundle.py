@@ -18,8 +18,8 @@ from support.parts import SEED_VARIABLE
 from kda_tl import __version__, templates
 from kda_tl.aot.plans import BuildJob, KernelSpec
 from kda_tl.aot.writer import BundleWriter
+from kda_tl.core.isolate import WorkerFailure, map_pool
 from kda_tl.database.gpus import known_device
-from kda_tl.tune.isolate import WorkerFailure, map_pool
 from kda_tl.tune.pool import TARGET
 
 

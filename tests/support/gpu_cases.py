@@ -17,6 +17,7 @@ from support.cases import random_of_run
 
 from kda_tl import templates
 from kda_tl.core.device import Device, cuda_device
+from kda_tl.core.isolate import WorkerFailure, map_pool
 from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Plan
@@ -25,7 +26,6 @@ from kda_tl.ops import load_all
 from kda_tl.runtime.compile import is_ready
 from kda_tl.runtime.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.tune.isolate import WorkerFailure, map_pool
 
 # bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest
 TOLERANCE = {"bf16": 6e-3, "fp16": 6e-3, "fp32": 2e-4}

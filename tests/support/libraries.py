@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ import pytest
 from kda_tl import templates
 from kda_tl.bundle import sources
 from kda_tl.bundle.manifest import Entry, digest, specialisation, write
+from kda_tl.core import isolate
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.core.toolchain import CACHE_VARIABLE
 from kda_tl.database.gpus import known_device
-from kda_tl.runtime import compile
+from kda_tl.runtime import compile, parallel
 
 GATE = {"gate": "safe", "has_A_log": True, "has_dt_bias": True}
 PROBLEM = Problem(H=8, HV=8, K=128, V=128, tokens=0, **GATE)
@@ -85,13 +87,28 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     sources.warn.cache_clear()
 
 
+def map_threads(target: str, payloads: Sequence[Any], *, jobs: int, timeout_s: float) -> Iterator[tuple[int, Any]]:
+    """What stands for worker processes, which would not see what stands for compilers."""
+
+    def run(payload: Any) -> Any:
+        try:
+            return parallel.make_library(payload)
+        except Exception as error:
+            return isolate.WorkerError(type(error).__name__, str(error))
+
+    assert target == parallel.TARGET
+    with ThreadPoolExecutor(max_workers=jobs) as threads:
+        yield from enumerate(threads.map(run, payloads))
+
+
 def replace_compilers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Compilers:
     """A process that has just begun, with an empty folder for kernels; host functions are paths."""
     compilers = Compilers()
     forget_kernels(monkeypatch)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
-    monkeypatch.setattr(compile, "generate", compilers.lower)
-    monkeypatch.setattr(compile, "compile_library", compilers.compile)
+    monkeypatch.setattr(parallel, "generate", compilers.lower)
+    monkeypatch.setattr(parallel, "compile_library", compilers.compile)
+    monkeypatch.setattr(isolate, "map_pool", map_threads)
     monkeypatch.setattr(compile, "require_compiler", lambda device: None)
     monkeypatch.setattr(compile, "link_binary", lambda path: path)
     return compilers

@@ -21,13 +21,13 @@ from support.launches import run_references, sizes_of
 
 from kda_tl import templates
 from kda_tl.core.device import cuda_device
+from kda_tl.core.isolate import map_pool
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.kernel import Kernel
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.tune.isolate import map_pool
 
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")

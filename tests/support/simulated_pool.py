@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kda_tl.core.isolate import PENDING
 from kda_tl.core.stage import Plan
 from kda_tl.tune import pool, screening, stage_search, tuner
-from kda_tl.tune.isolate import PENDING
 from kda_tl.tune.journal import Outcome
 from kda_tl.tune.requests import (
     CompileJob,

@@ -26,6 +26,7 @@ from support.launches import reverse_chunks, run_references, sizes_of, stage_err
 
 from kda_tl import templates
 from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.isolate import WorkerFailure, map_pool
 from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import BETAS, GATES, Problem
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
@@ -36,7 +37,6 @@ from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.tune.isolate import WorkerFailure, map_pool
 
 CPU = cpu_device()
 EXACT = 1e-10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +21,3 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture
 def run(pool: WorkerPool, tmp_path: Path) -> Run:
     return fake_stages.make_run(pool, tmp_path / "trials.jsonl")
-
-
-@pytest.fixture
-def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are interpreters that the test process starts, as outside of the tests."""
-    monkeypatch.setattr("kda_tl.tune.isolate.subprocess", subprocess)

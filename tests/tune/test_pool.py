@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support import notes
 
-from kda_tl.tune.isolate import WorkerTimeout
+from kda_tl.core.isolate import WorkerTimeout
 from kda_tl.tune.pool import DeadlineExceeded, WorkerPool
 
 pytestmark = pytest.mark.usefixtures("real_processes")

@@ -14,9 +14,9 @@ import pytest
 from support.calls import call
 from support.search_spaces import DEFAULT, SMALL, SPACE, KernelConfig, SmallConfig, draw_surface
 
+from kda_tl.core.isolate import IsolatedWorker, WorkerCrash, WorkerError
 from kda_tl.core.stage import Config
 from kda_tl.errors import InputError
-from kda_tl.tune.isolate import IsolatedWorker, WorkerCrash, WorkerError
 from kda_tl.tune.journal import STATUSES, Journal, Outcome
 from kda_tl.tune.search import Evaluation, SearchResult, search, sort_valid
 

@@ -19,8 +19,7 @@ import pytest
 from support import notes
 from support.calls import call
 
-from kda_tl.errors import InputError, KdaTlError
-from kda_tl.tune.isolate import (
+from kda_tl.core.isolate import (
     IsolatedWorker,
     WorkerCrash,
     WorkerError,
@@ -28,6 +27,7 @@ from kda_tl.tune.isolate import (
     WorkerTimeout,
     map_pool,
 )
+from kda_tl.errors import InputError, KdaTlError
 from kda_tl.tune.pool import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("real_processes")
@@ -233,7 +233,7 @@ def test_an_interrupted_call_does_not_answer_the_next(monkeypatch: pytest.Monkey
 
 COORDINATOR = """
 import sys
-from kda_tl.tune.isolate import PENDING, IsolatedWorker, wait_any
+from kda_tl.core.isolate import PENDING, IsolatedWorker, wait_any
 def call(worker, payload):
     worker.submit(payload)
     while worker.poll() is PENDING:

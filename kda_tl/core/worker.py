@@ -1,4 +1,4 @@
-"""What runs inside an isolated worker process, as a script; the coordinator's side is :mod:`kda_tl.tune.isolate`."""
+"""What runs inside an isolated worker process, as a script; the coordinator's side is :mod:`kda_tl.core.isolate`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Functions run in spawned worker processes, so that a crash or a hang never takes the coordinator down.
 
 A worker is a fresh interpreter (nothing forked: CUDA contexts do not survive a fork) that imports one target,
-``"module:function"``, and serves calls over a socket (:mod:`kda_tl.tune.worker`). It is started with ``subprocess`` and
+``"module:function"``, and serves calls over a socket (:mod:`kda_tl.core.worker`). It is started with ``subprocess`` and
 not by ``multiprocessing``, which would import the caller's ``__main__`` (pytest, the CLI, a user's unguarded script)
 into every worker. Each worker is the leader of its own session: a Ctrl-C in the terminal reaches the coordinator only,
 and a kill takes the compilers along that the worker started.
