@@ -24,6 +24,7 @@ from kda_tl.templates.sm90 import (
     bwd_resume,
     bwd_scan,
     bwd_segment,
+    fwd_gdn_prep,
     fwd_merge,
     fwd_prep,
     fwd_recurrence,
@@ -47,6 +48,7 @@ _STAGED_RESIDUALS = ("g_cumsum", "Aqk", "Akk", "rstd", "w", "u", "kg", "qg", "h"
 # For Hopper: what a chunk does alone, then what chunks do one after the other, of whole sequences or of segments of
 # them side by side: their effect, the states between them, and the rest
 _CUT = (fwd_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE)
+_CUT_GDN = (fwd_gdn_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE)
 _CUT_BACK = (bwd_segment.STAGE, bwd_merge.STAGE, bwd_resume.STAGE)
 _GRADIENTS = (bwd_gradients.STAGE, bwd_heads.STAGE, bwd_reduce.STAGE)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
@@ -58,6 +60,8 @@ PIPELINES: dict[str, Pipeline] = {
         Pipeline("staged", "fwd", (*_STAGED, fwd_output.STAGE)),
         Pipeline("prep_recurrence", "fwd", (fwd_prep.STAGE, fwd_recurrence.STAGE)),
         *(Pipeline(f"prep_segments_{n}", "fwd", (*_CUT, fwd_resume.STAGE), segments=n) for n in _SEGMENTS),
+        Pipeline("gdn_recurrence", "fwd", (fwd_gdn_prep.STAGE, fwd_recurrence.STAGE)),
+        *(Pipeline(f"gdn_segments_{n}", "fwd", (*_CUT_GDN, fwd_resume.STAGE), segments=n) for n in _SEGMENTS),
         Pipeline("staged_backward", "bwd", (*_STAGED, *_STAGED_GRADIENTS), _STAGED_RESIDUALS),
         Pipeline("prep_scan", "bwd", (fwd_prep.STAGE, bwd_scan.STAGE, *_GRADIENTS), _PREPARED),
         *(

@@ -57,10 +57,11 @@ def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> Non
     _, problem = FORWARD[name]
     call = draw(name, (5000, 64, 0, 700), seed, decay, varlen=True)
     arguments = operator_arguments(call)
+    cutting = "gdn_segments" if problem.scalar_gate else "prep_segments"
     with kda_tl.pin(hopper_plan(problem)):
         whole = outputs(arguments)
     for segments in (4, 8, 16):
-        with kda_tl.pin(hopper_plan(problem, f"prep_segments_{segments}")):
+        with kda_tl.pin(hopper_plan(problem, f"{cutting}_{segments}")):
             for one, other in zip(outputs(arguments), whole, strict=True):
                 assert relative_error(one, other) < TOLERANCE[problem.dtype], f"{segments} segments"
 

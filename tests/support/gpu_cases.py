@@ -43,6 +43,7 @@ FULL: dict[str, Any] = {
     "final_state": True,
 }
 LOG: dict[str, Any] = {"has_A_log": False, "has_dt_bias": False, "gate": "log"}
+GDN: dict[str, Any] = {"operator": "chunk_gated_delta_rule", "scalar_gate": True}
 
 
 def make(BT: int, H: int, HV: int, K: int, V: int, **fields: Any) -> tuple[int, Problem]:
@@ -82,6 +83,14 @@ WHOLE = {
     "prep-log-K256-V64-bare": make(
         64, 2, 2, 256, 64, **LOG, l2norm=False, beta="plain", initial_state=False, final_state=False
     ),
+    "prep-gdn-softplus-K128-V128-GVA-vk": make(64, 2, 4, 128, 128, gate="softplus", state_v_first=True, **GDN),
+    "prep-gdn-log-K64-V64-bare": make(
+        64, 2, 2, 64, 64, **LOG, **GDN, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+    "prep-gdn-softplus-K100-V192": make(
+        64, 1, 3, 100, 192, **GDN, gate="softplus", has_dt_bias=False, beta="sigmoid2", g_dtype="fp32"
+    ),
+    "prep-gdn-log-K256-V128": make(64, 1, 2, 256, 128, **LOG, **GDN),
 }
 CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items() if made[1].K <= 128}
 HOPPER = WHOLE | CUT
@@ -133,7 +142,7 @@ HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
 backward = pytest.mark.parametrize("name", BACKWARD)
 specialised = pytest.mark.parametrize("name", SPECIALISED | OTHER)
 forward = pytest.mark.parametrize("name", FORWARD)
-with_states = pytest.mark.parametrize("name", [name for name in FORWARD if name not in OTHER])
+with_states = pytest.mark.parametrize("name", [name for name in FORWARD if FORWARD[name][1].operator == "chunk_kda"])
 Job = tuple[str, Case, Config]
 
 
@@ -147,14 +156,16 @@ def plan_of(problem: Problem, BT: int) -> Plan:
     return next(plan for plan in iter_defaults(problem, device(), BT=BT) if plan.pipeline.startswith("staged"))
 
 
-def hopper_plan(problem: Problem, pipeline: str = "prep_recurrence") -> Plan:
-    """The default of a pipeline that only Hopper runs."""
+def hopper_plan(problem: Problem, pipeline: str = "") -> Plan:
+    """The default of a pipeline that only Hopper runs, of the one that keeps sequences whole unless given."""
+    pipeline = pipeline or ("gdn_recurrence" if problem.scalar_gate else "prep_recurrence")
     return pipeline_defaults(pipeline, Case(problem=problem, device=device(), BT=64, BC=16))
 
 
 def cut_plan(problem: Problem) -> Plan:
     """The default of one that cuts sequences; its kernels are those of the others that do."""
-    return hopper_plan(problem, {"fwd": "prep_segments_8", "bwd": "prep_scan_segments_8"}[problem.direction])
+    forward = "gdn_segments_8" if problem.scalar_gate else "prep_segments_8"
+    return hopper_plan(problem, {"fwd": forward, "bwd": "prep_scan_segments_8"}[problem.direction])
 
 
 def plan_named(name: str) -> Plan:
@@ -291,6 +302,8 @@ def list_kernels() -> list[Job]:
         for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
             wanted += [job for job in jobs_of(problem, plan) if job[2].reject(job[1]) is None]
     for name in HOPPER:
+        if FORWARD[name][1].operator != "chunk_kda":  # which has no intermediate states
+            continue
         jobs = jobs_of(replace(FORWARD[name][1], intermediate_states=True), plan_named(name))
         wanted += [job for job in jobs if "h" in templates.load(job[0]).outputs]
     for direction in ("fwd", "bwd"):

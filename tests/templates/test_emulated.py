@@ -1,8 +1,8 @@
 """Kernels that only Hopper runs, without one: those that can be run on the host, and what holds the others.
 
-fwd_prep and bwd_gradients, with the macros they are written with, are executed from their generated CUDA (emulate.py),
-so a wrong sign, index or layout fails here. What this cannot see: races, missing barriers and fences, addresses that
-are not aligned, the rounding of fast exponentials, what nvcc makes of the text.
+fwd_prep, fwd_gdn_prep and bwd_gradients, with the macros they are written with, are executed from their generated CUDA
+(emulate.py), so a wrong sign, index or layout fails here. What this cannot see: races, missing barriers and fences,
+addresses that are not aligned, the rounding of fast exponentials, what nvcc makes of the text.
 
 fwd_recurrence, fwd_segment, fwd_merge, fwd_resume, bwd_scan, bwd_segment, bwd_merge, bwd_resume and bwd_heads, and the
 sm_90 lowering of the stages that also run on the CPU, are run by the GPU tests alone (tests/gpu/test_gpu*.py,
@@ -29,14 +29,16 @@ from kda_tl.core.stage import Case
 from kda_tl.database.gpus import known_device
 from kda_tl.database.records import Entry
 from kda_tl.database.store import Database, stale_stages
+from kda_tl.ops import load_all
 from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
+OPERATORS = load_all()
 LENGTHS = (1, 0, 40, 64)
 # One number a chunk and head, the sum of 4096 terms of either sign: about as large as the root of the sum of their
 # squares, by which the terms' roundings count, and for six such sums less than a quarter of it once in 900 draws.
 CANCELLING = {"dA_log_part": 4}
-EMULATED = {"fwd_prep": "prep_recurrence", "bwd_gradients": "prep_scan"}
+EMULATED = {"fwd_prep": "prep_recurrence", "fwd_gdn_prep": "gdn_recurrence", "bwd_gradients": "prep_scan"}
 
 
 @pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
@@ -45,8 +47,10 @@ EMULATED = {"fwd_prep": "prep_recurrence", "bwd_gradients": "prep_scan"}
 def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: int) -> None:
     """Of a gate that is drawn: slow over a whole chunk, and, if unbounded, further in one than anchors can follow."""
     rng, stage, pipeline = random.Random(seed), templates.load(name), PIPELINES[EMULATED[name]]
-    given: dict[str, Any] = {"dtype": "bf16", "scalar_gate": False, "rank": 1, "final_state": True, "K": 64, "V": 64}
-    gate = random_of_run(f"gate of {name}").choice(GATES)
+    given: dict[str, Any] = {"dtype": "bf16", "rank": 1, "final_state": True, "K": 64, "V": 64}
+    operator = "chunk_gated_delta_rule" if pipeline.name.startswith("gdn") else "chunk_kda"
+    gate = random_of_run(f"gate of {name}").choice([gate for gate in GATES if gate in OPERATORS[operator].gates])
+    given |= {"operator": operator, "scalar_gate": OPERATORS[operator].scalar_gate}
     problem = draw_problem(rng, gate=gate, H=H, HV=HV, intermediate_states=False, **given)
     call = draw_call(problem, LENGTHS, seed)
     call.x["g"][-LENGTHS[-1] :] = -0.01 if gate == "log" else -9.0

@@ -1,0 +1,218 @@
+"""Prep of Gated DeltaNet: fwd_prep's factors for a gate that all channels of a value head share.
+
+    k_neg = -k 2^G      qg = scale q 2^G      kg = k 2^(G_last - G)      decay = 2^G_last
+    Aqk[i, j] = scale 2^(G_i - G_j) <q_i, k_j>   j <= i
+    A = (I + L)^-1 diag(beta),   L[i, j] = beta_i 2^(G_i - G_j) <k_i, k_j>   j < i
+
+The gate is a number a token, so pairs are products of the caller's very rows, and it multiplies them afterwards, with
+norms and step sizes: no operand is rounded, nothing is anchored, and since G falls no power of two is above 1. Norms,
+the inverse and the order of rows are fwd_prep's.
+
+    phase            warps of 4                               barrier before it
+    load_rows        q and k async, by all
+    sum_gates        two: a thread a token, from all before
+    normalise        four: a sub-chunk's rows each, by mma    q and k have come
+    multiply         a warpgroup 64 rows, by wgmma            norms written
+    store_factors    all
+    substitute       two: a thread a column                   pairs written
+    store_queries    two more: Aqk to memory                    the same
+    invert           four, by mma                             blocks written
+    the end          all: A to memory                         inverse written
+
+    tensor             exponent               dtype   where it lives
+    G, up, down        from the chunk's ends  fp32    shared memory
+    rows: q, k         none                   bf16    shared memory, as they came, LATER_FIRST
+    both: Aqk above L  none                   fp32    shared memory, BY_SUB_CHUNK
+    inverse            none                   bf16    shared memory
+Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j) is taken out of the products.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kda_tl.core.stage import Case, Stage, tunable
+from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.language import T
+from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.sm90 import fwd_prep
+from kda_tl.templates.sm90.gates import Gate
+from kda_tl.templates.sm90.hopper import SCALARS, HopperConfig
+from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_queries
+from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
+from kda_tl.templates.sm90.warp import invert, substitute
+
+INPUTS, OUTPUTS = fwd_prep.INPUTS, fwd_prep.OUTPUTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnPrepConfig(HopperConfig):
+    """blocks: that share a multiprocessor's registers and shared memory."""
+
+    blocks: int = tunable(3, 1, 2, 3, 4)
+
+    def reject(self, case: Case) -> str | None:
+        """Hopper, one gate a head, bf16, and shared memory."""
+        p = case.problem
+        if reason := super().reject(case):
+            return reason
+        if (case.BT, case.BC) != (64, 16):
+            return f"it is written for BT=64, BC=16, not BT={case.BT}, BC={case.BC}"
+        if p.dtype != "bf16":
+            return f"{p.dtype} operands are refused: only bf16 holds keys that are not normalised"
+        if not p.scalar_gate or p.rank > 1:
+            return "it takes one gate a head and one row a token"
+        if p.KP not in fwd_prep.WIDTHS:
+            return f"K={p.K} is not {' or '.join(map(str, fwd_prep.WIDTHS))} channels, which its tiles are"
+        needed, shared = self.blocks * (self.smem_bytes(case) + fwd_prep.RESERVED), case.device.smem_bytes
+        if needed > shared + fwd_prep.RESERVED:
+            return f"blocks={self.blocks} with K={p.K} need {needed} bytes of {shared} shared"
+        return None
+
+    def smem_bytes(self, case: Case) -> int:
+        """Rows, in whose place the inverse is made, pairs, and numbers of rows."""
+        BT = case.BT
+        return max(2 * BT * case.problem.KP, 3 * BT * BT) * 2 + 2 * BT * (BT + 4) * 4 + 9 * BT * 4
+
+
+@T.macro
+def sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
+    """Sums of a chunk's log2 decays, a thread a token; past the end nothing is added."""
+    p, start, count, i_hv = gate.p, at[0], at[1], at[2]
+    BT, thread = G.shape[0], T.get_thread_binding()
+    slope = T.alloc_local((2,), "float32")
+    total = T.alloc_local((1,), "float32")
+    if thread < BT:
+        slope[0] = gate.slope(A_log, i_hv)
+        slope[1] = gate.decay_scale(slope[0], lower_bound)
+        raw = T.cast(T.if_then_else(thread < count, g[start + thread, i_hv, 0], 0), "float32")
+        bias = dt_bias[i_hv, 0] if p.has_dt_bias else 0.0
+        steps[thread] = T.if_then_else(thread < count, gate.log2_decay(raw, slope[1], slope[0], bias), 0.0)
+    T.sync_threads()
+    if thread < BT:
+        total[0] = 0.0
+        for j in T.serial(BT):
+            total[0] = total[0] + T.if_then_else(j <= thread, steps[j], 0.0)
+        G[thread] = total[0]
+    T.sync_threads()
+
+
+@T.macro
+def multiply(rows, first, G, factor, b_factor, both):
+    """Pairs of half a chunk, from sub-chunk ``first`` on: rows of Aqk and of L."""
+    BT, f32 = G.shape[0], "float32"
+    top = LATER_FIRST.first_row(first)
+    tiles = [T.alloc_fragment((BT, BC), f32) for _ in range(first + 2)]
+    for a, tile in enumerate(tiles):
+        below = LATER_FIRST.first_row(a) + BC
+        T.wgmma_gemm(rows[top : top + BT, :], rows[below : below + BC, :], tile, transpose_B=True, clear_accum=True)
+    T.wait_wgmma(0)
+    for tile in tiles:
+        T.warpgroup_fence_operand(tile, num_regs=BC // 2)
+    for a, tile in enumerate(tiles):
+        for r, c in T.Parallel(BT, BC):
+            i, j, k_row = first * BC + BY_SUB_CHUNK.token_of(r), a * BC + c, BY_SUB_CHUNK.is_key(r)
+            decay = T.if_then_else(i - j >= k_row, T.exp2(G[i] - G[j]), 0.0)
+            step = T.if_then_else((k_row == 1) & (i // BC == a), b_factor[i], 1.0)  # of others invert takes care
+            norms = factor[first * 2 * BC + r] * factor[BY_SUB_CHUNK.row_of(j) + BC]
+            both[first * 2 * BC + r, j] = tile[r, c] * norms * (decay * step)
+
+
+@T.macro
+def store_factors(rows, G, factor, i_t, i_hv, k_neg, qg, kg, decay):
+    """The factors of a chunk, to memory."""
+    BT, KP, io, f32 = G.shape[0], rows.shape[1], rows.dtype, "float32"
+    last = G[BT - 1]
+    for i, j in T.Parallel(BT, KP):
+        query = factor[BY_SUB_CHUNK.row_of(i)] * T.exp2(G[i])
+        qg[i_t, i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i), j], f32) * query, io)
+    for i, j in T.Parallel(BT, KP):
+        key = factor[BY_SUB_CHUNK.row_of(i) + BC] * -T.exp2(G[i])
+        k_neg[i_t, i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+    for i, j in T.Parallel(BT, KP):
+        key = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(last - G[i])
+        kg[i_t, i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+    for j in T.Parallel(KP):
+        decay[i_t, i_hv, j] = T.exp2(last)
+
+
+def build(case: Case, config: GdnPrepConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head)."""
+    p, BT, KP, heads = case.problem, case.BT, case.problem.KP, Heads.of(case.problem)
+    HALF, LOWER = BT // 2, BT + BT // 2
+    f32, io = "float32", "bfloat16"
+    gate = Gate(p)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
+    def fwd_gdn_prep(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, k_neg, qg, kg, decay, scale, lower_bound):
+        with T.Kernel(NT * heads.HV, threads=WARPGROUP) as i_block:
+            T.annotate_min_blocks_per_sm(config.blocks)
+            i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
+            i_h = heads.of_keys(i_hv)
+            thread = T.get_thread_binding()
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
+            load_rows(q, start, count, i_h, rows, 0)
+            load_rows(k, start, count, i_h, rows, BC)
+            raw_beta = T.alloc_fragment((BT,), beta.dtype)
+            for i in T.Parallel(BT):
+                raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
+            steps = T.alloc_shared((BT,), f32)
+            G = T.alloc_shared((BT,), f32)
+            sum_gates(gate, g, A_log, dt_bias, lower_bound, (start, count, i_hv), steps, G)
+            factor = T.alloc_shared((2 * BT,), f32)
+            b_factor = T.alloc_shared((BT,), f32)
+            normalise(p, rows, raw_beta, b_factor, factor, scale, count, WARPGROUP)
+            T.fence_proxy_async()
+            T.sync_threads()
+
+            both = T.alloc_shared((2 * BT, BT + 4), f32)
+            for first in (0, NB // 2):
+                multiply(rows, first, G, factor, b_factor, both)
+            store_factors(rows, G, factor, i_t, i_hv, k_neg, qg, kg, decay)
+            T.sync_threads()
+            inverse = T.alloc_shared((BT, BT), io)
+            block_rows = T.alloc_shared((BT, BC + 8), io)
+            block_columns = T.alloc_shared((BT, BC + 8), io)
+            if thread < BT:
+                substitute(both, b_factor, block_rows, block_columns, inverse, thread)
+            else:
+                store_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
+            T.sync_threads()
+            invert(both, b_factor, block_rows, block_columns, inverse)
+            T.sync_threads()
+            for i, j in T.Parallel(LOWER, HALF):
+                A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
+
+    return fwd_gdn_prep
+
+
+default = GdnPrepConfig.default
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Any:
+    """As fwd_prep."""
+    return fwd_prep.cost(case, sizes)
+
+
+def passes(case: Case) -> dict[str, bool]:
+    """Barriers are those that are written, see fwd_prep."""
+    return {"tl.disable_thread_storage_sync": True}
+
+
+STAGE = Stage(
+    "fwd_gdn_prep",
+    INPUTS,
+    OUTPUTS,
+    GdnPrepConfig,
+    build,
+    fwd_prep.reference,
+    default,
+    cost,
+    fwd_prep.TOLERANCE,
+    depends=fwd_prep.DEPENDS,
+    scalars=SCALARS,
+    passes=passes,
+)
