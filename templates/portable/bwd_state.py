@@ -65,7 +65,7 @@ class BwdStateConfig(FwdStateConfig):
         smem = sum(-(-size // 1024) * 1024 for size in tiles)  # every tile starts at a multiple of 1024 bytes
         products = (BT, self.BV, p.KP), *[(p.KP, self.BV, BT)] * 2
         registers = ((p.KP + BT) * 4 + BT * io) * self.BV // (4 * THREADS)  # with do; 224 spill, 192 do not
-        return self.reject_loop(case) or find_misfit(case, self, *products, smem=smem, registers=registers)
+        return find_misfit(case, self, *products, smem=smem, registers=registers) or self.reject_loop(case)
 
 
 def build(case: Case, config: BwdStateConfig) -> Any:

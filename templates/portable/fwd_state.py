@@ -72,7 +72,7 @@ class FwdStateConfig(Config):
         smem = self.num_stages * stage + (p.KP + BT) * self.BV * io
         registers = (p.KP + BT) * self.BV // THREADS
         products = (BT, self.BV, p.KP), (p.KP, self.BV, BT)
-        return self.reject_loop(case) or find_misfit(case, self, *products, smem=smem, registers=registers)
+        return find_misfit(case, self, *products, smem=smem, registers=registers) or self.reject_loop(case)
 
 
 def build(case: Case, config: FwdStateConfig) -> Any:

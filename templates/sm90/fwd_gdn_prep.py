@@ -31,18 +31,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kda_tl.core.stage import Case, Stage, tunable
+import torch
+
+from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_prep
+from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
 from kda_tl.templates.sm90.gates import Gate
-from kda_tl.templates.sm90.hopper import SCALARS, HopperConfig
+from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_queries
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
 from kda_tl.templates.sm90.warp import invert, substitute
 
-INPUTS, OUTPUTS = fwd_prep.INPUTS, fwd_prep.OUTPUTS
+INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
+OUTPUTS = FACTORS
+
+
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
+    """PyTorch twin: fwd_prep's, which takes any gate. A test holds the formula above against it."""
+    return fwd_prep.reference(case, x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +71,10 @@ class GdnPrepConfig(HopperConfig):
             return f"{p.dtype} operands are refused: only bf16 holds keys that are not normalised"
         if not p.scalar_gate or p.rank > 1:
             return "it takes one gate a head and one row a token"
-        if p.KP not in fwd_prep.WIDTHS:
-            return f"K={p.K} is not {' or '.join(map(str, fwd_prep.WIDTHS))} channels, which its tiles are"
-        needed, shared = self.blocks * (self.smem_bytes(case) + fwd_prep.RESERVED), case.device.smem_bytes
-        if needed > shared + fwd_prep.RESERVED:
+        if p.KP not in WIDTHS:
+            return f"K={p.K} is not {' or '.join(map(str, WIDTHS))} channels, which its tiles are"
+        needed, shared = self.blocks * (self.smem_bytes(case) + RESERVED), case.device.smem_bytes + RESERVED
+        if needed > shared:
             return f"blocks={self.blocks} with K={p.K} need {needed} bytes of {shared} shared"
         return None
 
@@ -192,9 +201,11 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
 default = GdnPrepConfig.default
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Any:
-    """As fwd_prep."""
-    return fwd_prep.cost(case, sizes)
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """Every tensor once; two products over K, an inverse."""
+    BT, chunks = case.BT, sizes["NT"] * case.problem.HV
+    flops = chunks * (2 * BT * BT * case.problem.K + 2 * BT**3 // 3)
+    return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=flops)
 
 
 def passes(case: Case) -> dict[str, bool]:
@@ -208,11 +219,11 @@ STAGE = Stage(
     OUTPUTS,
     GdnPrepConfig,
     build,
-    fwd_prep.reference,
+    reference,
     default,
     cost,
-    fwd_prep.TOLERANCE,
-    depends=fwd_prep.DEPENDS,
+    TOLERANCE,
+    depends=DEPENDS,
     scalars=SCALARS,
     passes=passes,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -130,9 +131,16 @@ def test_specs_can_be_allocated(stage: Stage) -> None:
 
 @stages
 def test_reference_reads_what_the_kernel_takes(stage: Stage) -> None:
-    tree = ast.parse(inspect.getsource(stage.reference))
-    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "x"}
-    assert read and read <= {*stage.inputs, *stage.scalars} and {*stage.scalars} <= {"scale", "lower_bound"}
+    """Itself, or by the reference of another stage that takes the same."""
+    source = inspect.getsource(stage.reference)
+    read = {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "x"
+    }
+    others = [templates.load(name) for name in re.findall(r"(\w+)\.reference\(case, x\)", source)]
+    assert read or [other.inputs for other in others] == [stage.inputs]
+    assert read <= {*stage.inputs, *stage.scalars} and {*stage.scalars} <= {"scale", "lower_bound"}
 
 
 def test_registry_and_pipelines_know_the_same_stages() -> None:
@@ -345,7 +353,7 @@ def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monk
     holds = {name: modules_of(name, folder) for name in templates.names()}
     for module in sorted(set().union(*holds.values())):
         assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
-    users = {"fwd_prep", "bwd_gradients"}
+    users = {"fwd_prep", "fwd_gdn_prep", "bwd_gradients"}
     assert edit("common/tile.py") == set(holds), "every stage is written in this vocabulary"
     assert edit("sm90/gates.py") == users, "those written with it"
     (folder / "common/deep.py").write_text("")

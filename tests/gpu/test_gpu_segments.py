@@ -59,10 +59,10 @@ def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> Non
     arguments = operator_arguments(call)
     cutting = "gdn_segments" if problem.scalar_gate else "prep_segments"
     with kda_tl.pin(hopper_plan(problem)):
-        whole = outputs(arguments)
+        whole = outputs(arguments, problem.operator)
     for segments in (4, 8, 16):
         with kda_tl.pin(hopper_plan(problem, f"{cutting}_{segments}")):
-            for one, other in zip(outputs(arguments), whole, strict=True):
+            for one, other in zip(outputs(arguments, problem.operator), whole, strict=True):
                 assert relative_error(one, other) < TOLERANCE[problem.dtype], f"{segments} segments"
 
 

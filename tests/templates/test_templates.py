@@ -29,13 +29,14 @@ from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.core.isolate import WorkerFailure, map_pool
 from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import BETAS, GATES, Problem
-from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Stage
+from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case, Config, Operands, Stage
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import CompileError
-from kda_tl.reference import relative_error
+from kda_tl.reference import activate_beta, relative_error
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.program import Program
+from kda_tl.templates.common.chunks import pack_lower, split_chunks
 from kda_tl.templates.pipelines import PIPELINES
 
 CPU = cpu_device()
@@ -128,6 +129,26 @@ def test_references_compose_gate_parameters(
 ) -> None:
     problem = draw_problem(random.Random(seed), gate=gate, has_A_log=has_A_log, has_dt_bias=has_dt_bias)
     assert_composes(pipeline, draw_call(problem, (100,), seed), 64)
+
+
+@pytest.mark.parametrize("gate", ("log", "softplus"))
+def test_a_gate_a_head_is_taken_out_of_the_pairs(gate: str, seed: int) -> None:
+    """What fwd_gdn_prep computes: products of rows without a gate, times powers of two of differences of G."""
+    rng = random.Random(seed)
+    operator = "chunk_gated_delta_rule"
+    problem = draw_problem(rng, gate=gate, operator=operator, scalar_gate=True, rank=1, l2norm=False, HV=2, H=2)
+    call = draw_call(problem, (1, 40, 0, 64, 100), seed)
+    case = call.case(CPU, 64, 16)
+    _, ((stage, x), *_) = run_references(PIPELINES["gdn_recurrence"], case, call.tensors(64))
+    found = stage.reference(case, Operands(**x))
+    G = templates.load("fwd_gate").reference(case, Operands(**x))["g_cumsum"]
+    q, k = (split_chunks(x[name], x["chunk_tokens"], 64, width=problem.KP) for name in "qk")
+    steps = split_chunks(activate_beta(x["beta"], problem.beta), x["chunk_tokens"], 64)
+    D = torch.exp2((G - G.mT).tril()).tril()
+    L = steps[..., None] * (k @ k.mT * D).tril(-1)
+    A = torch.linalg.inv(torch.eye(64, dtype=G.dtype) + L) * steps[..., None, :]
+    assert relative_error(found["A"], pack_lower(A)) < EXACT
+    assert relative_error(found["Aqk"], pack_lower(x["scale"] * (q @ k.mT) * D)) < EXACT
 
 
 # Every kernel of the CPU target against its own reference
@@ -225,6 +246,7 @@ SETUPS = {
         "scalar_gate": True,
         "rank": 2,
     },
+    "K64-V128-bf16-log-scalar": {"K": 64, "V": 128, "dtype": "bf16", "gate": "log", "scalar_gate": True},
     "K230-V128-bf16-safe": {"K": 230, "V": 128, "dtype": "bf16", "gate": "safe"},
     "K256-V256-fp32-log": {"K": 256, "V": 256, "dtype": "fp32", "gate": "log", "HV": 2},
 }
