@@ -12,8 +12,9 @@ from kda_tl.core.device import Device
 from kda_tl.core.pipeline import Flow, Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan, Stage
-from kda_tl.runtime.compile import Job, compile_stages
+from kda_tl.runtime.compile import compile_stages
 from kda_tl.runtime.kernel import Kernel, slots_of
+from kda_tl.runtime.parallel import Job
 from kda_tl.runtime.replay import Recording, Replay, trace
 
 Compute = Callable[[Mapping[str, Any]], dict[str, Any]]
