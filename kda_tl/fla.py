@@ -31,10 +31,10 @@ def register() -> None:
 
     From then on FLA asks us first, at every call, whether we serve it. A call that we decline goes to FLA's other
     backends, then to its own kernels: arguments of FLA's that we do not have (cp_context, use_graph=True), unknown
-    keywords, intermediate states of a call that needs gradients, whatever the operator refuses (dtypes, K or V above
-    256, a lower_bound outside [-5, 0)), and all calls on a GPU for which no compiler is found. FLA logs the first
-    reason for declining, and the first call that we serve, at level INFO of the logger ``fla.backends``. Intermediate
-    states are, as FLA's, of 64 tokens unless chunk_size is given.
+    keywords, intermediate states of a call that needs gradients, whatever the operator refuses (dtypes, K above 256,
+    V above 512, a lower_bound outside [-5, 0)), and all calls on a GPU for which no compiler is found. FLA logs the
+    first reason for declining, and the first call that we serve, at level INFO of the logger ``fla.backends``.
+    Intermediate states are, as FLA's, of 64 tokens unless chunk_size is given.
 
     The environment variable ``KDA_TL_FLA=0``, read at every call, turns us off, unless FLA's own
     ``FLA_KDA_TL=1`` overrides it. To register twice is to register once.

@@ -8,7 +8,7 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -138,7 +138,16 @@ def test_the_commands_that_check_a_new_operator_pass() -> None:
 
 Point = tuple[str, str, str, str, int, int, str, str]  # GPU, operator, pass, dtype, K, V, gate, dtype of g
 DIMS = (1, 32, 33, 64, 65, 96, 97, 128, 129, 160, 161, 192, 224, 225, 256)  # around every limit
+DIMS_V = (*DIMS, 257, 320, 500, 512)
 DRAWS = 14000
+
+
+def list_numbers(cell: str, among: Iterable[int]) -> list[int]:
+    """Those that a cell names, as "33-64, 128" or "by 64" does."""
+    if cell.startswith("by "):
+        return [n for n in among if n % int(cell[3:]) == 0]
+    parts = [tuple(map(int, part.split("-"))) for part in cell.split(",")]
+    return [n for n in among if any(part[0] <= n <= part[-1] for part in parts)]
 
 
 def read_table() -> Iterator[tuple[str, Point]]:
@@ -146,8 +155,7 @@ def read_table() -> Iterator[tuple[str, Point]]:
     table = read("README.md").partition("| GPU | operator |")[2].partition("\n\n")[0]
     for row in table.splitlines()[2:]:
         gpus, who, direction, dtypes, *dims, gates, names = (cell.strip() for cell in row.strip("|").split("|"))
-        ranges = [[tuple(map(int, part.split("-"))) for part in cell.split(",")] for cell in dims]
-        K, V = ([n for n in DIMS if any(part[0] <= n <= part[-1] for part in parts)] for parts in ranges)
+        K, V = list_numbers(dims[0], DIMS), list_numbers(dims[1], DIMS_V)
         kinds = [kind for kind in DTYPES if kind != "fp32" or "16-bit g" not in gates]
         for operator in load_all() if who == "both" else (who,):
             modes = load_all()[operator].gates if gates.startswith("any") else ("safe",)
@@ -175,7 +183,7 @@ def test_the_support_table_is_what_stages_reject(seed: int) -> None:
     names = [name for name in PIPELINES if not re.search("_(4|16)$", name)]
     assert said.keys() == set(names)
     gpus = sorted({point[0] for points in said.values() for point in points})
-    grid = list(product(names, gpus, load_all(), DTYPES, DIMS, (1, 64, 128, 192), GATES, ("bf16", "fp32")))
+    grid = list(product(names, gpus, load_all(), DTYPES, DIMS, (1, 64, 128, 192, 500, 512), GATES, ("bf16", "fp32")))
     wrong: list[tuple[str, Point]] = []
     for name, gpu, operator, dtype, K, V, gate, kind in random.Random(seed).sample(grid, DRAWS):
         if gate in load_all()[operator].gates:

@@ -297,7 +297,7 @@ DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         {"q": zeros(1, 70, 1, 257), "k": zeros(1, 70, 1, 257), "g": zeros(1, 70, 2, 257), "dt_bias": None},
         "K=257 is not supported: pass 256 or less",
     ),
-    "V": ({"v": zeros(1, 70, 2, 300), "initial_state": None}, "V=300 is not supported: pass 256 or less"),
+    "V": ({"v": zeros(1, 70, 2, 513), "initial_state": None}, "V=513 is not supported: pass 512 or less"),
     "lower_bound": ({"safe_gate": False, "lower_bound": -9.0}, r"lower_bound must be in \[-5, 0\), got -9"),
     "chunk_size": ({"chunk_size": 48}, "chunk_size must be one of"),
     "device": ({"q": zeros(1, 70, 1, 32, device="meta")}, "on a CUDA device or the CPU, got meta"),

@@ -51,7 +51,7 @@ def chunk_gated_delta_rule(
     Args:
         q: queries, [B, T, H, K], bf16, fp16 or fp32; K at most 256.
         k: keys, like q.
-        v: values, [B, T, HV, V], dtype of q; V at most 256, HV a multiple of H.
+        v: values, [B, T, HV, V], dtype of q; V at most 512, HV a multiple of H.
         g: log decay in nats, [B, T, HV], bf16, fp16 or fp32; with ``use_gate_in_kernel`` the raw gate.
         beta: step size, [B, T, HV], bf16, fp16 or fp32; with ``use_beta_sigmoid_in_kernel`` its logit.
         scale: factor of q, a finite number, K ** -0.5 unless given.

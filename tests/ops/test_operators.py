@@ -45,19 +45,21 @@ def test_what_derives_from_the_signature() -> None:
     assert not hasattr(a, "__dict__") and "chunk by chunk" in str(OPERATOR.call.__doc__)
 
 
-def draw_served(operator: Operator, gate: str) -> Problem:
-    """A problem of the run's seed that the operator serves."""
-    fixed = {"scalar_gate": operator.scalar_gate, "rank": 1, "intermediate_states": False, "operator": operator.name}
+def draw_served(operator: Operator, gate: str, wide: bool = False) -> Problem:
+    """A problem of the run's seed that the operator serves; a wide one has as many value channels as FLA's layers."""
+    fixed = {"K": 32, "V": random_of_run("wide").choice((300, 512))} if wide else {}
+    fixed |= {"scalar_gate": operator.scalar_gate, "rank": 1, "intermediate_states": False, "operator": operator.name}
     return draw_problem(random_of_run(f"{operator.name} {gate}"), gate=gate, initial_state=True, **fixed)
 
 
 @needs_compiler
 @pytest.mark.rest(draws=1, per="name")
+@pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.parametrize("gate", ("softplus", "log"))
 @pytest.mark.parametrize("name", load_all())
-def test_both_passes_equal_the_recurrence(name: str, gate: str, seed: int) -> None:
+def test_both_passes_equal_the_recurrence(name: str, gate: str, wide: bool, seed: int) -> None:
     operator = load_all()[name]
-    problem = draw_served(operator, gate)
+    problem = draw_served(operator, gate, wide)
     for lengths, batch in (((70, 70), 2), (draw_lengths(random.Random(seed)), 1)):
         call = draw_backward(draw_call(problem, lengths, seed, varlen=batch == 1), seed)
         arguments = operator_arguments(call, batch)

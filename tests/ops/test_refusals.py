@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         good(q=zeros(2, 5, 2, 257), k=zeros(2, 5, 2, 257), g=zeros(2, 5, 4, 257)),
         "K=257 is not supported: pass 256",
     ),
-    "V": (good(v=zeros(2, 5, 4, 300)), "V=300 is not supported: pass 256"),
+    "V": (good(v=zeros(2, 5, 4, 513)), "V=513 is not supported: pass 512"),
     "no K": (good(q=zeros(2, 5, 2, 0), k=zeros(2, 5, 2, 0), g=zeros(2, 5, 4, 0)), "K must be at least 1"),
     "k shape": (good(k=zeros(2, 5, 2, 7)), r"k must have the shape \[2, 5, 2, 8\], got \[2, 5, 2, 7\]"),
     "v tokens": (good(v=zeros(2, 4, 4, 6)), r"v must have the shape \[2, 5, 4, 6\]"),
