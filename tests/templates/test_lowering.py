@@ -7,6 +7,7 @@ shards and ``make test-all`` take all stages, for every width of the dimensions 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from support.cases import draw_problem
@@ -41,6 +42,17 @@ def test_nothing_after_the_loop(name: str, states: bool, rng: random.Random) -> 
     problem = draw_problem(rng, K=128, V=64, dtype="bf16", initial_state=states, final_state=states)
     case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
     assert "seq_chunks" in generate_source(stage, case, stage.default(case))
+
+
+@pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
+def test_states_of_a_gpu_without_tma(name: str, rng: random.Random) -> None:
+    """Nothing is loaded ahead there: TileLang 0.1.15 stops at a loop whose length the launch does not tell."""
+    stage = templates.load(name)
+    problem = draw_problem(rng, K=64, V=64, dtype="bf16")
+    case = Case(problem=problem, device=known_device("nvidia_a100_sxm4_80gb"), BT=64, BC=16)
+    config = stage.default(case)
+    assert config.num_stages == 1 and "num_stages=2 needs a GPU with TMA" in replace(config, num_stages=2).reject(case)
+    assert "seq_chunks" in generate_source(stage, case, config)
 
 
 @pytest.mark.parametrize("has_dt_bias", [False, True])
