@@ -36,7 +36,7 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
-from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.common.tile import FORGOTTEN, prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
 from kda_tl.templates.sm90.gates import Gate
@@ -86,7 +86,10 @@ class GdnPrepConfig(HopperConfig):
 
 @T.macro
 def sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
-    """Sums of a chunk's log2 decays, a thread a token; past the end nothing is added."""
+    """Sums of a chunk's log2 decays, a thread a token; past the end nothing is added.
+
+    A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
+    """
     p, start, count, i_hv = gate.p, at[0], at[1], at[2]
     BT, thread = G.shape[0], T.get_thread_binding()
     slope = T.alloc_local((2,), "float32")
@@ -95,8 +98,8 @@ def sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
         slope[0] = gate.slope(A_log, i_hv)
         slope[1] = gate.decay_scale(slope[0], lower_bound)
         raw = T.cast(T.if_then_else(thread < count, g[start + thread, i_hv, 0], 0), "float32")
-        bias = dt_bias[i_hv, 0] if p.has_dt_bias else 0.0
-        steps[thread] = T.if_then_else(thread < count, gate.log2_decay(raw, slope[1], slope[0], bias), 0.0)
+        step = gate.log2_decay(raw, slope[1], slope[0], dt_bias[i_hv, 0] if p.has_dt_bias else 0.0)
+        steps[thread] = T.if_then_else(thread < count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
     T.sync_threads()
     if thread < BT:
         total[0] = 0.0

@@ -114,12 +114,12 @@ def test_any_strides_are_served(name: str, change: Callable[[torch.Tensor], torc
     assert_right(call, FORWARD[name][0], **{key: change(x) for key, x in given.items()})
 
 
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", (*LIMITED, "prep-gdn-softplus-K128-V128-GVA-vk", "cut-gdn-log-K64-V64-bare"))
 @pytest.mark.parametrize("limit", ("steep", "flat", "mixed", "spiked"))
 def test_gates_at_their_limits(name: str, limit: str, seed: int) -> None:
     """Saturated everywhere, nowhere, in a tenth of the places among slow decays, and at every eighth token."""
     BT, problem = FORWARD[name]
-    shape = (130, problem.HV, problem.K)
+    shape = (130, problem.HV, problem.G)
     here = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < {"steep": 2.0, "flat": -1.0}.get(
         limit, 0.1
     )

@@ -54,7 +54,9 @@ def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: in
     problem = draw_problem(rng, gate=gate, H=H, HV=HV, intermediate_states=False, **given)
     call = draw_call(problem, LENGTHS, seed)
     call.x["g"][-LENGTHS[-1] :] = -0.01 if gate == "log" else -9.0
-    if not problem.bounded_gate:
+    if problem.scalar_gate:  # what follows a token that forgets everything must not be blurred by its size
+        call.x["g"][1 : -LENGTHS[-1] : 8] = -1e6 if gate == "log" else 1e6
+    elif not problem.bounded_gate:
         call.x["g"][1 : -LENGTHS[-1] : 3] = -50.0 if gate == "log" else 300.0
     if pipeline.direction == "bwd":
         call = draw_backward(call, seed)
