@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import bounds_of, draw_call, draw_lengths, draw_problem, forget_compilers, operator_arguments
+from support.cases import (
+    bounds_of,
+    draw_call,
+    draw_lengths,
+    draw_problem,
+    family_of,
+    forget_compilers,
+    operator_arguments,
+)
 from support.operator_cases import SMALL
 
 from kda_tl import workspace_bytes
@@ -46,7 +54,7 @@ def test_forward_for_hopper_is_what_its_stages_hand_on() -> None:
 def test_workspace_holds_what_lives_together(pipeline: Any, seed: int) -> None:
     """At least what is alive at once, at most all, counted from the stages' specs; alignment aside."""
     rng = random.Random(seed)
-    fixed = {"scalar_gate": False, "rank": 1, "dtype": "bf16", "K": 128, "V": 128, "direction": pipeline.direction}
+    fixed = {**family_of(pipeline.name), "dtype": "bf16", "K": 128, "V": 128, "direction": pipeline.direction}
     problem, lengths = draw_problem(rng, **fixed), draw_lengths(rng)
     plan = default_plan(problem, H200, pipeline=pipeline.name)
     sizes = make_layout(bounds_of(lengths), plan.BT, torch.device("cpu"), pipeline.segments).sizes

@@ -52,6 +52,12 @@ OPERATOR = load_all()["chunk_kda"]
 TENSORS = OPERATOR.tensors
 # What chunk_kda takes of all that the stages do
 KDA: dict[str, Any] = {"scalar_gate": False, "rank": 1}
+GDN: dict[str, Any] = {"scalar_gate": True, "rank": 1, "operator": "chunk_gated_delta_rule"}
+
+
+def family_of(name: str) -> dict[str, Any]:
+    """What problems are that a stage or a pipeline for Hopper takes, by its name."""
+    return GDN if "gdn" in name else KDA
 
 
 def random_of_run(name: str) -> random.Random:

@@ -15,16 +15,14 @@ again.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
-from support.cases import draw_backward, draw_call, draw_problem, random_of_run
+from support.cases import draw_backward, draw_call, draw_problem, family_of, random_of_run
 from support.emulate import EmulatedKernel
 from support.launches import run_references, sizes_of, stage_errors
 
 from kda_tl import templates
 from kda_tl.core.device import cpu_device, find_compiler
-from kda_tl.core.problem import GATES
 from kda_tl.core.stage import Case
 from kda_tl.database.gpus import known_device
 from kda_tl.database.records import Entry
@@ -47,10 +45,8 @@ EMULATED = {"fwd_prep": "prep_recurrence", "fwd_gdn_prep": "gdn_recurrence", "bw
 def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: int) -> None:
     """Of a gate that is drawn: slow over a whole chunk, and, if unbounded, further in one than anchors can follow."""
     rng, stage, pipeline = random.Random(seed), templates.load(name), PIPELINES[EMULATED[name]]
-    given: dict[str, Any] = {"dtype": "bf16", "rank": 1, "final_state": True, "K": 64, "V": 64}
-    operator = "chunk_gated_delta_rule" if pipeline.name.startswith("gdn") else "chunk_kda"
-    gate = random_of_run(f"gate of {name}").choice([gate for gate in GATES if gate in OPERATORS[operator].gates])
-    given |= {"operator": operator, "scalar_gate": OPERATORS[operator].scalar_gate}
+    given = {**family_of(name), "dtype": "bf16", "final_state": True, "K": 64, "V": 64}
+    gate = random_of_run(f"gate of {name}").choice(OPERATORS[given.get("operator", "chunk_kda")].gates)
     problem = draw_problem(rng, gate=gate, H=H, HV=HV, intermediate_states=False, **given)
     call = draw_call(problem, LENGTHS, seed)
     call.x["g"][-LENGTHS[-1] :] = -0.01 if gate == "log" else -9.0

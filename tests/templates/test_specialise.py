@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.cases import draw_problem
+from support.cases import draw_problem, family_of
 
 from kda_tl import templates
 from kda_tl.core.device import Device, cpu_device
@@ -23,7 +23,7 @@ from kda_tl.templates.pipelines import PIPELINES
 
 STAGES = {name: templates.load(name) for name in templates.names()}
 HOPPER = known_device("nvidia_h200")
-FOR_HOPPER = {"dtype": "bf16", "scalar_gate": False, "rank": 1, "K": 128, "V": 128}
+FOR_HOPPER = {"dtype": "bf16", "K": 128, "V": 128}
 STAGED = [stage.name for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages]
 PORTABLE = list(dict.fromkeys(STAGED))
 PLACES = [(name, "cuda") for name in STAGES] + [(name, "cpu") for name in PORTABLE]
@@ -42,7 +42,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def draw_case(rng: random.Random, stage: Stage, device: Device) -> Case:
     """A case that the stage's default takes, with shared heads or without."""
     while True:
-        fixed = FOR_HOPPER if stage.name not in PORTABLE else {"K": rng.choice((32, 64, 100)), "V": 64}
+        fixed = (
+            FOR_HOPPER | family_of(stage.name)
+            if stage.name not in PORTABLE
+            else {"K": rng.choice((32, 64, 100)), "V": 64}
+        )
         drawn = draw_problem(rng, **fixed, H=1, HV=rng.choice((1, 2)), direction=stage.name[:3])
         case = Case(problem=drawn, device=device, BT=64, BC=16)
         if stage.tensors_of(drawn)[1] and stage.default(case).reject(case) is None:
