@@ -39,7 +39,7 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
-from kda_tl.templates.sm90.gates import Gate
+from kda_tl.templates.sm90.gates import Chunk, Gate
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_queries
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
@@ -90,16 +90,15 @@ def sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
 
     A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
     """
-    p, start, count, i_hv = gate.p, at[0], at[1], at[2]
     BT, thread = G.shape[0], T.get_thread_binding()
     slope = T.alloc_local((2,), "float32")
     total = T.alloc_local((1,), "float32")
     if thread < BT:
-        slope[0] = gate.slope(A_log, i_hv)
+        slope[0] = gate.slope(A_log, at.i_hv)
         slope[1] = gate.decay_scale(slope[0], lower_bound)
-        raw = T.cast(T.if_then_else(thread < count, g[start + thread, i_hv, 0], 0), "float32")
-        step = gate.log2_decay(raw, slope[1], slope[0], dt_bias[i_hv, 0] if p.has_dt_bias else 0.0)
-        steps[thread] = T.if_then_else(thread < count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
+        raw = T.cast(T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0), "float32")
+        step = gate.log2_decay(raw, slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0)
+        steps[thread] = T.if_then_else(thread < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
     T.sync_threads()
     if thread < BT:
         total[0] = 0.0
@@ -131,21 +130,21 @@ def multiply(rows, first, G, factor, b_factor, both):
 
 
 @T.macro
-def store_factors(rows, G, factor, i_t, i_hv, k_neg, qg, kg, decay):
+def store_factors(rows, G, factor, at, k_neg, qg, kg, decay):
     """The factors of a chunk, to memory."""
     BT, KP, io, f32 = G.shape[0], rows.shape[1], rows.dtype, "float32"
     last = G[BT - 1]
     for i, j in T.Parallel(BT, KP):
         query = factor[BY_SUB_CHUNK.row_of(i)] * T.exp2(G[i])
-        qg[i_t, i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i), j], f32) * query, io)
+        qg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i), j], f32) * query, io)
     for i, j in T.Parallel(BT, KP):
         key = factor[BY_SUB_CHUNK.row_of(i) + BC] * -T.exp2(G[i])
-        k_neg[i_t, i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+        k_neg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
     for i, j in T.Parallel(BT, KP):
         key = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(last - G[i])
-        kg[i_t, i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+        kg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
     for j in T.Parallel(KP):
-        decay[i_t, i_hv, j] = T.exp2(last)
+        decay[at.i_t, at.i_hv, j] = T.exp2(last)
 
 
 def build(case: Case, config: GdnPrepConfig) -> Any:
@@ -165,6 +164,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
             thread = T.get_thread_binding()
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
+            at = Chunk(i_t, i_hv, i_h, start, count)
             rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
             load_rows(q, start, count, i_h, rows, 0)
             load_rows(k, start, count, i_h, rows, BC)
@@ -173,7 +173,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
                 raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
             steps = T.alloc_shared((BT,), f32)
             G = T.alloc_shared((BT,), f32)
-            sum_gates(gate, g, A_log, dt_bias, lower_bound, (start, count, i_hv), steps, G)
+            sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G)
             factor = T.alloc_shared((2 * BT,), f32)
             b_factor = T.alloc_shared((BT,), f32)
             normalise(p, rows, raw_beta, b_factor, factor, scale, count, WARPGROUP)
@@ -183,7 +183,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
             both = T.alloc_shared((2 * BT, BT + 4), f32)
             for first in (0, NB // 2):
                 multiply(rows, first, G, factor, b_factor, both)
-            store_factors(rows, G, factor, i_t, i_hv, k_neg, qg, kg, decay)
+            store_factors(rows, G, factor, at, k_neg, qg, kg, decay)
             T.sync_threads()
             inverse = T.alloc_shared((BT, BT), io)
             block_rows = T.alloc_shared((BT, BC + 8), io)
