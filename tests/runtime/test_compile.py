@@ -6,8 +6,10 @@ import logging
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.libraries import CASE, JOBS, PREP, Compilers, forget_kernels, make_bundle, replace_compilers
@@ -15,7 +17,8 @@ from support.libraries import CASE, JOBS, PREP, Compilers, forget_kernels, make_
 import kda_tl
 from kda_tl import templates
 from kda_tl.bundle import cache
-from kda_tl.core import toolchain
+from kda_tl.core import isolate, toolchain
+from kda_tl.core.device import find_compiler
 from kda_tl.core.toolchain import CACHE_VARIABLE
 from kda_tl.errors import BundleError, CompileError, KdaTlWarning
 from kda_tl.runtime import compile
@@ -125,6 +128,32 @@ def test_eight_processes_compile_each_kernel_once(compilers: Compilers, tmp_path
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0] * 8
     assert sorted(noted.read_text().split()) == ["fwd_prep", "fwd_recurrence"]
+
+
+def test_a_kernel_whose_worker_died_is_made_here(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def die(target: str, payloads: Sequence[compile.Job], **_: Any) -> Iterator[tuple[int, isolate.WorkerCrash]]:
+        yield from ((i, isolate.WorkerCrash(-9)) for i, _ in enumerate(payloads))
+
+    monkeypatch.setattr(isolate, "map_pool", die)
+    compile_stages(JOBS)
+    assert sorted(compilers.made) == ["fwd_prep", "fwd_recurrence"] and len(libraries()) == 2
+    assert "is compiled again, in this process: the worker process was ended by SIGKILL." in caplog.text
+
+
+@pytest.mark.rest
+@pytest.mark.usefixtures("real_processes")
+@pytest.mark.skipif(find_compiler(CASE.device) is None, reason="no nvcc: install a CUDA toolkit, or cuda-compiler")
+def test_kernels_of_two_processes_are_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TileLang, nvcc and workers as outside of the tests."""
+    forget_kernels(monkeypatch)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    case = replace(CASE, problem=replace(CASE.problem, K=64, V=64, direction="bwd"))
+    stages = [templates.load(name) for name in ("bwd_reduce", "fwd_merge")]
+    made = compile_stages([(stage, case, stage.default(case)) for stage in stages])
+    assert sorted(kernel.binary.path for kernel in made) == libraries() and libraries()[0].parent.parent == tmp_path
+    assert [kernel.binary.path.name.partition("-")[0] for kernel in made] == [stage.name for stage in stages]
 
 
 def test_an_error_of_one_kernel_names_it_and_frees_the_others(compilers: Compilers) -> None:
