@@ -41,9 +41,8 @@ from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
 from kda_tl.templates.sm90.gates import Chunk, Gate
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
-from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_queries
+from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_inverse
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
-from kda_tl.templates.sm90.warp import invert, substitute
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 OUTPUTS = FACTORS
@@ -150,7 +149,6 @@ def store_factors(rows, G, factor, at, k_neg, qg, kg, decay):
 def build(case: Case, config: GdnPrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT, KP, heads = case.problem, case.BT, case.problem.KP, Heads.of(case.problem)
-    HALF, LOWER = BT // 2, BT + BT // 2
     f32, io = "float32", "bfloat16"
     gate = Gate(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
@@ -161,7 +159,6 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
             T.annotate_min_blocks_per_sm(config.blocks)
             i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
             i_h = heads.of_keys(i_hv)
-            thread = T.get_thread_binding()
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
             at = Chunk(i_t, i_hv, i_h, start, count)
@@ -185,18 +182,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
                 multiply(rows, first, G, factor, b_factor, both)
             store_factors(rows, G, factor, at, k_neg, qg, kg, decay)
             T.sync_threads()
-            inverse = T.alloc_shared((BT, BT), io)
-            block_rows = T.alloc_shared((BT, BC + 8), io)
-            block_columns = T.alloc_shared((BT, BC + 8), io)
-            if thread < BT:
-                substitute(both, b_factor, block_rows, block_columns, inverse, thread)
-            else:
-                store_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
-            T.sync_threads()
-            invert(both, b_factor, block_rows, block_columns, inverse)
-            T.sync_threads()
-            for i, j in T.Parallel(LOWER, HALF):
-                A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
+            store_inverse(both, b_factor, at, A, Aqk, WARPGROUP)
 
     return fwd_gdn_prep
 

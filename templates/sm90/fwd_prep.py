@@ -68,12 +68,11 @@ from kda_tl.templates.sm90.prep import (
     load_rows,
     multiply_pairs,
     normalise,
+    store_inverse,
     store_operands,
-    store_queries,
     sum_chunk,
 )
 from kda_tl.templates.sm90.rows import BC, NB
-from kda_tl.templates.sm90.warp import invert, substitute
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 OUTPUTS = FACTORS
@@ -137,7 +136,6 @@ def build(case: Case, config: PrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT = case.problem, case.BT
     K, KP, heads = p.K, p.KP, Heads.of(p)
-    HALF, LOWER = BT // 2, BT + BT // 2
     threads = max(KP, WARPGROUP)
     f32, io = "float32", "bfloat16"
     gate = Gate(p)
@@ -150,7 +148,6 @@ def build(case: Case, config: PrepConfig) -> Any:
             T.annotate_min_blocks_per_sm(config.blocks)
             i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
             i_h = heads.of_keys(i_hv)
-            thread = T.get_thread_binding()
             start = chunk_tokens[i_t, 0]
             count = chunk_tokens[i_t, 1]
             at = Chunk(i_t, i_hv, i_h, start, count)
@@ -188,18 +185,7 @@ def build(case: Case, config: PrepConfig) -> Any:
                     tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
                     exact_pairs(gate, tensors, at, factors, both, (decay_scale[0], slope[0]))
                     T.sync_threads()
-            inverse = T.alloc_shared((BT, BT), io)
-            block_rows = T.alloc_shared((BT, BC + 8), io)
-            block_columns = T.alloc_shared((BT, BC + 8), io)
-            if thread < BT:
-                substitute(both, b_factor, block_rows, block_columns, inverse, thread)
-            elif threads == WARPGROUP or thread < WARPGROUP:
-                store_queries(both, thread - BT, i_t, i_hv, Aqk, inverse)
-            T.sync_threads()
-            invert(both, b_factor, block_rows, block_columns, inverse, threads)
-            T.sync_threads()
-            for i, j in T.Parallel(LOWER, HALF):
-                A[i_t, i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
+            store_inverse(both, b_factor, at, A, Aqk, threads)
             if count == 1:
                 compute_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk)
 

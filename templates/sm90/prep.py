@@ -1,4 +1,4 @@
-"""Phases of fwd_prep: what is loaded, sums, links between anchors, norms, operands, pairs of rows.
+"""Phases of fwd_prep: what is loaded, sums, links between anchors, norms, operands, pairs of rows, the inverse.
 
 Rows of two sub-chunks, 64 with q and k, are a tile of the matrix unit; half of a product is unused. Of 256 channels
 there are two warpgroups, one for each half of a chunk.
@@ -21,7 +21,7 @@ from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.gates import find_anchors, find_steepest, find_step, sum_gates
 from kda_tl.templates.sm90.rows import BC, LATER_FIRST, NB
-from kda_tl.templates.sm90.warp import find_norms
+from kda_tl.templates.sm90.warp import find_norms, invert, substitute
 
 WARPGROUP = 128
 ROWS_AT_ONCE = 8  # of a sub-chunk, whose q and k a thread holds
@@ -326,3 +326,22 @@ def store_queries(both, thread, i_t, i_hv, Aqk, inverse):
             if thread % 8 // 2 > n // 2:
                 for e in T.vectorized(8):
                     inverse[i, j + e] = T.cast(0.0, inverse.dtype)
+
+
+@T.macro
+def store_inverse(both, b_factor, at, A, Aqk, threads):
+    """Aqk and A of a chunk from its pairs; these have been written by all threads."""
+    BT, io, thread = both.shape[0] // 2, A.dtype, T.get_thread_binding()
+    inverse = T.alloc_shared((BT, BT), io)
+    block_rows = T.alloc_shared((BT, BC + 8), io)
+    block_columns = T.alloc_shared((BT, BC + 8), io)
+    if thread < BT:
+        substitute(both, b_factor, block_rows, block_columns, inverse, thread)
+    elif threads == WARPGROUP or thread < WARPGROUP:
+        store_queries(both, thread - BT, at.i_t, at.i_hv, Aqk, inverse)
+    T.sync_threads()
+    invert(both, b_factor, block_rows, block_columns, inverse, threads)
+    T.sync_threads()
+    LOWER, HALF = A.shape[2:]
+    for i, j in T.Parallel(LOWER, HALF):
+        A[at.i_t, at.i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
