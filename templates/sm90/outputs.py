@@ -65,6 +65,7 @@ PART = 64  # channels of a wider state that are rounded at once
 REGISTERS = 232  # a multiplying thread's: two groups with it and a loader's have what a multiprocessor has
 WIDE_REGISTERS = 248  # of one group: with 232, ptxas (CUDA 13.0) waits after each product of a state of 256 channels
 LOADER_REGISTERS = 40
+STATES_BARRIER = 14  # and 15, the last of a block: TileLang counts its own from 3
 
 
 def part_width(KP: int) -> int:
@@ -205,6 +206,8 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             compute_output(z, r, tiles, rest_slot)
             rest_ring.release(rest_slot)
             step = step + 1
+        if p.intermediate_states and not p.final_state:  # or TileLang 0.1.15 wants its barrier where threads diverge
+            T.sync_threads(STATES_BARRIER + group, WARPGROUP)
         store_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
         if p.final_state:
             store_final(p, state, x.ht, segments, i_s, i_h, v0)

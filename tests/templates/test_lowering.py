@@ -44,6 +44,14 @@ def test_nothing_after_the_loop(name: str, states: bool, rng: random.Random) -> 
     assert "seq_chunks" in generate_source(stage, case, stage.default(case))
 
 
+@pytest.mark.parametrize(("name", "K"), [("fwd_recurrence", 128), ("fwd_recurrence", 256), ("fwd_resume", 128)])
+def test_states_between_chunks_without_the_last(name: str, K: int) -> None:
+    stage = templates.load(name)
+    problem = Problem(H=1, HV=1, K=K, V=128, tokens=0, dtype="bf16", gate="log", intermediate_states=True)
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    assert "(14, 128)" in generate_source(stage, case, stage.default(case))
+
+
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
 def test_states_of_a_gpu_without_tma(name: str, rng: random.Random) -> None:
     """Nothing is loaded ahead there: TileLang 0.1.15 stops at a loop whose length the launch does not tell."""
