@@ -18,6 +18,7 @@ from kda_tl.templates.portable import (
     fwd_wy,
 )
 from kda_tl.templates.sm90 import (
+    bwd_gdn_gradients,
     bwd_gradients,
     bwd_heads,
     bwd_merge,
@@ -50,7 +51,9 @@ _STAGED_RESIDUALS = ("g_cumsum", "Aqk", "Akk", "rstd", "w", "u", "kg", "qg", "h"
 _CUT = (fwd_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE)
 _CUT_GDN = (fwd_gdn_prep.STAGE, fwd_segment.STAGE, fwd_merge.STAGE)
 _CUT_BACK = (bwd_segment.STAGE, bwd_merge.STAGE, bwd_resume.STAGE)
-_GRADIENTS = (bwd_gradients.STAGE, bwd_heads.STAGE, bwd_reduce.STAGE)
+_SUMS = (bwd_heads.STAGE, bwd_reduce.STAGE)
+_GRADIENTS = (bwd_gradients.STAGE, *_SUMS)
+_GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
 _SEGMENTS = (4, 8, 16)
 
@@ -66,6 +69,11 @@ PIPELINES: dict[str, Pipeline] = {
         Pipeline("prep_scan", "bwd", (fwd_prep.STAGE, bwd_scan.STAGE, *_GRADIENTS), _PREPARED),
         *(
             Pipeline(f"prep_scan_segments_{n}", "bwd", (*_CUT, *_CUT_BACK, *_GRADIENTS), _PREPARED, segments=n)
+            for n in _SEGMENTS
+        ),
+        Pipeline("gdn_scan", "bwd", (fwd_gdn_prep.STAGE, bwd_scan.STAGE, *_GRADIENTS_GDN), _PREPARED),
+        *(
+            Pipeline(f"gdn_scan_segments_{n}", "bwd", (*_CUT_GDN, *_CUT_BACK, *_GRADIENTS_GDN), _PREPARED, segments=n)
             for n in _SEGMENTS
         ),
     )

@@ -25,7 +25,10 @@ from kda_tl.runtime.compile import is_ready
 from kda_tl.runtime.program import Program
 
 # When nothing is tuned: the first whose stages take the case. The last runs on every device.
-DEFAULT_PIPELINES = {"fwd": ("prep_recurrence", "gdn_recurrence", "staged"), "bwd": ("prep_scan", "staged_backward")}
+DEFAULT_PIPELINES = {
+    "fwd": ("prep_recurrence", "gdn_recurrence", "staged"),
+    "bwd": ("prep_scan", "gdn_scan", "staged_backward"),
+}
 DEFAULT_BT = 64
 DEFAULT_BC = 16
 

@@ -10,7 +10,7 @@ the inverse and the order of rows are fwd_prep's.
 
     phase            warps of 4                               barrier before it
     load_rows        q and k async, by all
-    sum_gates        two: a thread a token, from all before
+    sum_head_gates   two: a thread a token, from all before
     normalise        four: a sub-chunk's rows each, by mma    q and k have come
     multiply         a warpgroup 64 rows, by wgmma            norms written
     store_factors    all
@@ -36,10 +36,10 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
-from kda_tl.templates.common.tile import FORGOTTEN, prim_func
+from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
-from kda_tl.templates.sm90.gates import Chunk, Gate
+from kda_tl.templates.sm90.gates import Chunk, Gate, sum_head_gates
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_inverse
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
@@ -81,30 +81,6 @@ class GdnPrepConfig(HopperConfig):
         """Rows, in whose place the inverse is made, pairs, and numbers of rows."""
         BT = case.BT
         return max(2 * BT * case.problem.KP, 3 * BT * BT) * 2 + 2 * BT * (BT + 4) * 4 + 9 * BT * 4
-
-
-@T.macro
-def sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
-    """Sums of a chunk's log2 decays, a thread a token; past the end nothing is added.
-
-    A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
-    """
-    BT, thread = G.shape[0], T.get_thread_binding()
-    slope = T.alloc_local((2,), "float32")
-    total = T.alloc_local((1,), "float32")
-    if thread < BT:
-        slope[0] = gate.slope(A_log, at.i_hv)
-        slope[1] = gate.decay_scale(slope[0], lower_bound)
-        raw = T.cast(T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0), "float32")
-        step = gate.log2_decay(raw, slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0)
-        steps[thread] = T.if_then_else(thread < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
-    T.sync_threads()
-    if thread < BT:
-        total[0] = 0.0
-        for j in T.serial(BT):
-            total[0] = total[0] + T.if_then_else(j <= thread, steps[j], 0.0)
-        G[thread] = total[0]
-    T.sync_threads()
 
 
 @T.macro
@@ -170,7 +146,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
                 raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
             steps = T.alloc_shared((BT,), f32)
             G = T.alloc_shared((BT,), f32)
-            sum_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G)
+            sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G)
             factor = T.alloc_shared((2 * BT,), f32)
             b_factor = T.alloc_shared((BT,), f32)
             normalise(p, rows, raw_beta, b_factor, factor, scale, count, WARPGROUP)

@@ -57,21 +57,21 @@ def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> Non
     _, problem = FORWARD[name]
     call = draw(name, (5000, 64, 0, 700), seed, decay, varlen=True)
     arguments = operator_arguments(call)
-    cutting = "gdn_segments" if problem.scalar_gate else "prep_segments"
     with kda_tl.pin(hopper_plan(problem)):
         whole = outputs(arguments, problem.operator)
     for segments in (4, 8, 16):
-        with kda_tl.pin(hopper_plan(problem, f"{cutting}_{segments}")):
+        with kda_tl.pin(hopper_plan(problem, segments)):
             for one, other in zip(outputs(arguments, problem.operator), whole, strict=True):
                 assert relative_error(one, other) < TOLERANCE[problem.dtype], f"{segments} segments"
 
 
-def gradients_of(name: str, call: Call, pipeline: str, **changes: Any) -> dict[str, torch.Tensor]:
-    """By the names of the tensors, with the default plan of a backward pipeline."""
+def gradients_of(name: str, call: Call, segments: int, **changes: Any) -> dict[str, torch.Tensor]:
+    """By the names of the tensors, with the default plan of the backward that cuts into segments, or does not."""
     arguments = operator_arguments(call) | changes
     leaves = leaves_of(arguments)
-    with kda_tl.pin(hopper_plan(backward_of(SCANNED[name][1]), pipeline)):
-        return dict(zip(leaves, differentiate(arguments, leaves, seeds_of(call)), strict=True))
+    with kda_tl.pin(hopper_plan(backward_of(SCANNED[name][1]), segments)):
+        found = differentiate(arguments, leaves, seeds_of(call), call.problem.operator)
+    return dict(zip(leaves, found, strict=True))
 
 
 @pytest.mark.parametrize("name", SCANNED)
@@ -79,10 +79,10 @@ def gradients_of(name: str, call: Call, pipeline: str, **changes: Any) -> dict[s
 def test_gradients_of_cut_sequences_equal_those_of_whole_ones(name: str, decay: str, seed: int) -> None:
     """As above, backwards; dA_log, whose terms may cancel, relative to them."""
     call = draw_backward(draw(name, (5000, 64, 0, 700), seed, decay, varlen=True), seed)
-    whole = gradients_of(name, call, "prep_scan")
+    whole = gradients_of(name, call, 0)
     tolerance = GRADIENT_TOLERANCE[call.problem.dtype]
     for segments in (4, 8, 16):
-        found = gradients_of(name, call, f"prep_scan_segments_{segments}")
+        found = gradients_of(name, call, segments)
         errors = {tensor: relative_error(grad, whole[tensor]) for tensor, grad in found.items()}
         if "A_log" in errors:
             size = whole["A_log"].double().norm()
@@ -95,7 +95,7 @@ def test_gradients_of_cut_sequences_equal_those_of_whole_ones(name: str, decay: 
 def test_gradients_of_cut_sequences_have_the_same_bits(name: str, seed: int) -> None:
     """Again, and from what the forward keeps."""
     call = draw_backward(draw(name, (1000, 64, 0, 700), seed, varlen=True), seed)
-    first, again = (list(gradients_of(name, call, "prep_scan_segments_8").values()) for _ in range(2))
+    first, again = (list(gradients_of(name, call, 8).values()) for _ in range(2))
     assert_same_bits(again, first)
-    kept = gradients_of(name, call, "prep_scan_segments_8", disable_recompute=True)
+    kept = gradients_of(name, call, 8, disable_recompute=True)
     assert_same_bits(list(kept.values()), first)

@@ -104,6 +104,12 @@ SCANNED = {
     ),
     "scan-safe-K128-V128-GVA": make(64, 2, 4, 128, 128, gate="safe"),
     "scan-log-K64-V64-GVA-bare": SPECIALISED["bf16-log-K64-V64-bare"],
+    "scan-gdn-softplus-K128-V128-GVA-vk": WHOLE["prep-gdn-softplus-K128-V128-GVA-vk"],
+    "scan-gdn-log-K64-V64-bare": WHOLE["prep-gdn-log-K64-V64-bare"],
+    "scan-gdn-softplus-K64-V128": make(
+        64, 1, 3, 64, 128, **GDN, gate="softplus", has_dt_bias=False, beta="sigmoid2", g_dtype="fp32"
+    ),
+    "scan-gdn-log-K128-V64": make(64, 1, 2, 128, 64, **LOG, **GDN, beta="plain"),
 }
 # Head dimensions that are no power of two when they are padded; two of each are drawn, new ones each run
 ODD_DIMS = (80, 96, 130, 160, 200)
@@ -156,16 +162,22 @@ def plan_of(problem: Problem, BT: int) -> Plan:
     return next(plan for plan in iter_defaults(problem, device(), BT=BT) if plan.pipeline.startswith("staged"))
 
 
-def hopper_plan(problem: Problem, pipeline: str = "") -> Plan:
-    """The default of a pipeline that only Hopper runs, of the one that keeps sequences whole unless given."""
-    pipeline = pipeline or ("gdn_recurrence" if problem.scalar_gate else "prep_recurrence")
-    return pipeline_defaults(pipeline, Case(problem=problem, device=device(), BT=64, BC=16))
+def hopper_pipeline(problem: Problem, segments: int = 0) -> str:
+    """One that only Hopper runs: sequences are whole, or cut into as many segments as are given."""
+    family = "gdn" if problem.scalar_gate else "prep"
+    if problem.direction == "fwd":
+        return f"{family}_segments_{segments}" if segments else f"{family}_recurrence"
+    return f"{family}_scan_segments_{segments}" if segments else f"{family}_scan"
+
+
+def hopper_plan(problem: Problem, segments: int = 0) -> Plan:
+    """Its default."""
+    return pipeline_defaults(hopper_pipeline(problem, segments), Case(problem=problem, device=device(), BT=64, BC=16))
 
 
 def cut_plan(problem: Problem) -> Plan:
-    """The default of one that cuts sequences; its kernels are those of the others that do."""
-    forward = "gdn_segments_8" if problem.scalar_gate else "prep_segments_8"
-    return hopper_plan(problem, {"fwd": forward, "bwd": "prep_scan_segments_8"}[problem.direction])
+    """That of one that cuts sequences; its kernels are those of the others that do."""
+    return hopper_plan(problem, segments=8)
 
 
 def plan_named(name: str) -> Plan:
@@ -180,7 +192,7 @@ def backward_plan(name: str) -> tuple[Problem, Plan]:
     """What runs the backward of a specialisation."""
     BT, problem = BACKWARD[name]
     problem = backward_of(problem)
-    return problem, hopper_plan(problem, "prep_scan") if name in SCANNED else plan_of(problem, BT)
+    return problem, hopper_plan(problem) if name in SCANNED else plan_of(problem, BT)
 
 
 def case_of(problem: Problem, plan: Plan) -> Case:

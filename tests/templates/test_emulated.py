@@ -1,6 +1,6 @@
 """Kernels that only Hopper runs, without one: those that can be run on the host, and what holds the others.
 
-fwd_prep, fwd_gdn_prep and bwd_gradients, with the macros they are written with, are executed from their generated CUDA
+fwd_prep, fwd_gdn_prep, bwd_gradients and bwd_gdn_gradients, with the macros they are written with, are executed from their generated CUDA
 (emulate.py), so a wrong sign, index or layout fails here. What this cannot see: races, missing barriers and fences,
 addresses that are not aligned, the rounding of fast exponentials, what nvcc makes of the text.
 
@@ -36,7 +36,12 @@ LENGTHS = (1, 0, 40, 64)
 # One number a chunk and head, the sum of 4096 terms of either sign: about as large as the root of the sum of their
 # squares, by which the terms' roundings count, and for six such sums less than a quarter of it once in 900 draws.
 CANCELLING = {"dA_log_part": 4}
-EMULATED = {"fwd_prep": "prep_recurrence", "fwd_gdn_prep": "gdn_recurrence", "bwd_gradients": "prep_scan"}
+EMULATED = {
+    "fwd_prep": "prep_recurrence",
+    "fwd_gdn_prep": "gdn_recurrence",
+    "bwd_gradients": "prep_scan",
+    "bwd_gdn_gradients": "gdn_scan",
+}
 
 
 @pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")

@@ -1,0 +1,421 @@
+"""Gradients of a chunk of Gated DeltaNet for Hopper: bwd_gradients for a gate that all channels of a value head share.
+
+With D_ij = 2^(G_i - G_j), X = V - K~ S, V' = A X, and what the scans know: S, dS' (of the state after the chunk), V', dX,
+
+    P_ij = scale D_ij <dO_i, V'_j>   j <= i          R_ij = -D_ij <dX_i, V'_j>   j < i
+    dq = scale 2^G (dO S^T) + P k
+    dk = [row] -2^G (dX S^T) + R k   + [key] 2^(G_last - G) (V' dS'^T) + P^T q + R^T k
+    dG_i = <q_i, dq_i> + <k_i, row_i> - <k_i, key_i>
+    the last also  sum_i <k_i, 2^(G_last - G_i) (V' dS'^T)_i> + 2^G_last <S, dS'>
+    dbeta_i = <dX_i, V'_i> / beta_i^2
+
+The gate is a number a token: products are of the caller's very rows, and powers of two, norms and step sizes multiply
+what comes out. Of normalised rows r x, with r = 1 / |x|, the gradients of x for a constant r are found first, y; then
+dx = y - r^2 <x, y> x. <x, y> is also what dG takes. dG is summed from the same P and R on both sides of a pair, so what
+cancels in its cumsum cancels exactly.
+
+    phase              what all 8 warps do
+    load               all but dS' is asked for; gates are summed meanwhile, a thread a token; norms by mma
+    multiply_states    dO S^T and dX S^T, in registers to the end
+    multiply_values    (dO, dX) V'^T become P and R, dbeta; P and R lie where dO and dX were, dS' where S was
+    add rows           P k, R k
+    add keys           V' dS'^T, P^T q, R^T k
+    the end            dG, dq, dk by way of shared memory, where q and k were; the gate's, a thread a token
+
+    tensor              exponent     dtype  where it lives
+    q, k                none         bf16   shared memory, as they came; then their gradients
+    G, up               from start   fp32   shared memory
+    dO, dX; then P, R   none, all    bf16   shared memory
+    S; then dS'         none         bf16   shared memory
+    V'                  none         bf16   shared memory
+    dq, row, key        all          fp32   registers
+Source: autograd of Gated Delta Networks, arXiv:2412.06464, section 3.3; derived above.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
+from kda_tl.templates.common.heads import HeadRows, Heads, split_block
+from kda_tl.templates.common.language import T
+from kda_tl.templates.common.slopes import Slopes
+from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.sm90 import bwd_gradients
+from kda_tl.templates.sm90.bwd_gradients import DEPENDS, INPUTS, OUTPUTS, TOLERANCE
+from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
+from kda_tl.templates.sm90.gradients import ASYNC
+from kda_tl.templates.sm90.hopper import SCALARS, HopperConfig, count_bytes
+from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
+from kda_tl.templates.sm90.warp import find_norms
+
+GROUPS = 2  # warpgroups, which have half of the channels each
+ROWS_AT_ONCE = 16  # of a state that is read again
+RESERVED = 1024  # bytes of shared memory a block, for the device
+
+
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
+    """PyTorch twin: bwd_gradients', which takes any gate."""
+    return bwd_gradients.reference(case, x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnGradientsConfig(HopperConfig):
+    """blocks: that share a multiprocessor's registers and shared memory."""
+
+    blocks: int = tunable(2, 1, 2)
+
+    def reject(self, case: Case) -> str | None:
+        """Hopper, one gate a head, bf16, channels in whole tiles, and shared memory."""
+        p = case.problem
+        if reason := super().reject(case):
+            return reason
+        if case.BT != 64:
+            return f"it is written for BT=64, not BT={case.BT}"
+        if p.dtype != "bf16":
+            return f"{p.dtype} operands are refused: only bf16 holds keys that are not normalised"
+        if not p.scalar_gate or p.rank > 1:
+            return "it takes one gate a head and one row a token"
+        if p.K not in (64, 128) or p.V not in (64, 128):
+            return f"K={p.K}, V={p.V} are not 64 or 128 channels, which its tiles are"
+        needed, shared = self.blocks * (self.smem_bytes(case) + RESERVED), case.device.smem_bytes + RESERVED
+        if needed > shared:
+            return f"blocks={self.blocks} with K={p.K}, V={p.V} need {needed} bytes of {shared} shared"
+        return None
+
+    def smem_bytes(self, case: Case) -> int:
+        """q and k, dO and dX, in whose place are pairs, values, a state, and numbers of rows."""
+        p, BT = case.problem, case.BT
+        return (2 * BT * p.K + 2 * BT * max(p.V, BT) + p.V * BT + p.V * p.K) * 2 + 4 * BT * 4
+
+
+def at_q(i: Any) -> Any:
+    """Where the norm of q of a token lies."""
+    return BY_SUB_CHUNK.row_of(i)
+
+
+def at_k(i: Any) -> Any:
+    """Where that of k lies."""
+    return BY_SUB_CHUNK.row_of(i) + BC
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Rows of q and of k, one tile after the other, as rows in the order BY_SUB_CHUNK."""
+
+    tile: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and channels."""
+        return self.tile.shape[0] * self.tile.shape[1], self.tile.shape[2]
+
+    @property
+    def dtype(self) -> Any:
+        """Of the elements."""
+        return self.tile.dtype
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        r, c = at
+        return self.tile[BY_SUB_CHUNK.is_key(r), BY_SUB_CHUNK.token_of(r), c]
+
+
+@T.macro
+def issue_rows(x, start, count, i_head, rows, n):
+    """A chunk's rows on their way to tile n; 0 past the end."""
+    own = HeadRows.of(x, start, i_head)
+    for i, j in T.Parallel(*rows.shape[1:], annotations=ASYNC):
+        rows[n, i, j] = T.if_then_else(i < count, own.rows[i, j], 0)
+
+
+@T.macro
+def multiply_values(outer, value_shared, G, factor, scale, db):
+    """P and R, rounded, from products of rows of dO and dX with all values; that of dX with its own value goes to db."""
+    BT, f32 = G.shape[0], "float32"
+    of_q = T.alloc_fragment((BT, BT), f32)
+    of_k = T.alloc_fragment((BT, BT), f32)
+    pairs = [T.alloc_fragment((BT, BT), outer.dtype) for _ in range(2)]
+    T.wgmma_gemm(outer[0, :, :], value_shared, of_q, clear_accum=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(outer[1, :, :], value_shared, of_k, clear_accum=True, policy=T.BY_COLUMNS)
+    wait_for(of_q, of_k)
+    for i, j in T.Parallel(BT, BT):
+        if i == j:
+            db[i] = of_k[i, j]
+    for i, j in T.Parallel(BT, BT):
+        decay = T.if_then_else(i >= j, T.exp2(G[i] - G[j]), 0.0)
+        pairs[0][i, j] = T.cast(of_q[i, j] * (scale * factor[at_q(i)] * factor[at_k(j)]) * decay, outer.dtype)
+    for i, j in T.Parallel(BT, BT):
+        decay = T.if_then_else(i > j, T.exp2(G[i] - G[j]), 0.0)
+        pairs[1][i, j] = T.cast(of_k[i, j] * (-factor[at_k(i)] * factor[at_k(j)]) * decay, outer.dtype)
+    return pairs
+
+
+@T.macro
+def wait_for(*tiles):
+    """The end of all products, whose results are read next."""
+    T.wait_wgmma(0)
+    for tile in tiles:
+        T.warpgroup_fence_operand(tile, num_regs=tile.shape[0] * tile.shape[1] // (128 * GROUPS))
+
+
+@T.macro
+def dot(rows, n, x, sums, m):
+    """Products of rows of tile n and of x, to sums[m], those of a warpgroup's channels each."""
+    BT, KP = x.shape
+    product = T.alloc_fragment((GROUPS, BT, KP // GROUPS), "float32")
+    total = T.alloc_fragment((GROUPS, BT), "float32")
+    for w, i, c in T.Parallel(GROUPS, BT, KP // GROUPS):
+        own = T.cast(rows[n, i, w * (KP // GROUPS) + c], "float32")
+        product[w, i, c] = own * x[i, w * (KP // GROUPS) + c]
+    T.reduce_sum(product, total, dim=2)
+    for w, i in T.Parallel(GROUPS, BT):
+        sums[m, w, i] = total[w, i]
+
+
+@T.macro
+def dot_states(states, at, dstate_shared, parts):
+    """The product of a chunk's state, read again, with its gradient, in parts."""
+    V, KP = dstate_shared.shape
+    own = T.alloc_fragment((ROWS_AT_ONCE, KP), dstate_shared.dtype)
+    product = T.alloc_fragment((ROWS_AT_ONCE, KP), "float32")
+    total = T.alloc_fragment((ROWS_AT_ONCE,), "float32")
+    T.clear(product)
+    for n in T.serial(V // ROWS_AT_ONCE):
+        for s, j in T.Parallel(ROWS_AT_ONCE, KP):
+            own[s, j] = states[at.i_t, at.i_hv, n * ROWS_AT_ONCE + s, j]
+        for s, j in T.Parallel(ROWS_AT_ONCE, KP):
+            gradient = T.cast(dstate_shared[n * ROWS_AT_ONCE + s, j], "float32")
+            product[s, j] = product[s, j] + T.cast(own[s, j], "float32") * gradient
+    T.reduce_sum(product, total, dim=1)
+    for s in T.Parallel(ROWS_AT_ONCE):
+        parts[s] = total[s]
+
+
+@T.macro
+def sum_after(sums, parts, G, dG, suffix):
+    """The gradient of each token's decay, that of G summed from it to the chunk's end, where states add theirs.
+
+    ``sums`` are products of q, of k as rows, of k as keys, and of k with what states give them.
+    """
+    BT = G.shape[0]
+    for i in T.Parallel(BT):
+        dG[i] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
+    for i in T.Parallel(BT):
+        suffix[i] = 0.0
+    for s in T.unroll(ROWS_AT_ONCE):
+        for i in T.Parallel(BT):
+            suffix[i] = suffix[i] + T.exp2(G[BT - 1]) * parts[s]
+    for j in T.unroll(BT):
+        for i in T.Parallel(BT):
+            suffix[i] = suffix[i] + sums[3, 0, j] + sums[3, 1, j] + T.if_then_else(j >= i, dG[j], 0.0)
+
+
+@T.macro
+def compute_gate(p, g, A_log, dt_bias, lower_bound, at, suffix, dg, dA_log_part, ddt_bias_part):
+    """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters."""
+    BT, f32 = suffix.shape[0], "float32"
+    slopes = Slopes(p, fast=True)
+    dx = T.alloc_fragment((1, BT), f32)
+    of_slope = T.alloc_fragment((1, BT), f32)
+    total = T.alloc_fragment((1,), f32)
+    rate = T.exp(A_log[at.i_hv]) if p.has_A_log else 1.0
+    bias = dt_bias[at.i_hv, 0] if p.has_dt_bias else 0.0
+    for one, i in T.Parallel(1, BT):
+        d = T.if_then_else(i < at.count, suffix[i], 0.0)
+        if p.gate == "log":
+            dx[one, i] = d
+        else:
+            x = T.cast(T.if_then_else(i < at.count, g[at.start + i, at.i_hv, 0], 0), f32) + bias
+            dx[one, i] = d * slopes.gate(x, rate, lower_bound)
+            if p.has_A_log:
+                of_slope[one, i] = slopes.A_log(x, rate, dx[one, i] if p.gate == "safe" else d)
+    for one, i in T.Parallel(1, BT):
+        if i < at.count:
+            dg[at.start + i, at.i_hv, 0] = T.cast(dx[one, i], dg.dtype)
+    if p.has_A_log:
+        T.reduce_sum(of_slope, total, dim=1)
+        for one in T.Parallel(1):
+            dA_log_part[at.i_t, at.i_hv] = total[one]
+    if p.has_dt_bias:
+        T.reduce_sum(dx, total, dim=1)
+        for one in T.Parallel(1):
+            ddt_bias_part[at.i_t, at.i_hv, 0] = total[one] if p.gate != "log" else 0.0
+
+
+def along(sums: Any, n: int, i: Any) -> Any:
+    """The product of a token's q, or k, with its gradient."""
+    of = range(1) if n == 0 else range(1, 3)
+    return sum(sums[m, w, i] for m in of for w in range(GROUPS))
+
+
+@T.macro
+def store_rows(p, rows, n, x, sums, factor, at, written):
+    """Gradients of q or k, x, less what norms take, by way of tile n of shared memory, where the rows are."""
+    own = HeadRows.of(written, at.start, at.i_hv)
+    if p.l2norm:
+        for i, c in T.Parallel(*x.shape):
+            norm = factor[BY_SUB_CHUNK.row_of(i) + n * BC]
+            x[i, c] = x[i, c] - norm * norm * along(sums, n, i) * T.cast(rows[n, i, c], "float32")
+        T.sync_threads()
+    for i, c in T.Parallel(*x.shape):
+        rows[n, i, c] = T.cast(x[i, c], rows.dtype)
+    for i, c in T.Parallel(*x.shape):
+        if i < at.count:
+            own.rows[i, c] = rows[n, i, c]
+
+
+def build(case: Case, config: GdnGradientsConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head)."""
+    p, BT = case.problem, case.BT
+    K, V, heads = p.K, p.V, Heads.of(p)
+    f32, io = "float32", "bfloat16"
+    gate, slopes = Gate(p), Slopes(p)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
+    def bwd_gdn_gradients(
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        values,
+        states,
+        d_o,
+        dv,
+        dstates,
+        chunk_tokens,
+        dq,
+        dk,
+        dq_part,
+        dk_part,
+        dg,
+        dbeta,
+        dA_log_part,
+        ddt_bias_part,
+        scale,
+        lower_bound,
+    ):
+        with T.Kernel(NT * heads.HV, threads=256) as i_block:
+            T.annotate_min_blocks_per_sm(config.blocks)
+            i_t, i_hv, _ = split_block(i_block, (NT, heads.HV))
+            i_h = heads.of_keys(i_hv)
+            start = chunk_tokens[i_t, 0]
+            count = chunk_tokens[i_t, 1]
+            at = Chunk(i_t, i_hv, i_h, start, count)
+            thread = T.get_thread_binding()
+
+            rows = T.alloc_shared((2, BT, K), io)  # q, k
+            outer = T.alloc_shared((2, BT, V), io)  # dO, dX
+            state = T.alloc_shared((V, K), io)  # S, then dS'
+            value_shared = T.alloc_shared((V, BT), io)
+            issue_rows(q, start, count, i_h, rows, 0)
+            issue_rows(k, start, count, i_h, rows, 1)
+            T.ptx_commit_group()
+            issue_rows(d_o, start, count, i_hv, outer, 0)
+            issue_rows(dv, start, count, i_hv, outer, 1)
+            T.async_copy(states[i_t, i_hv, :, :], state)
+            T.async_copy(values[i_t, i_hv, :, :], value_shared)
+            G = T.alloc_shared((BT,), f32)
+            factor = T.alloc_shared((2 * BT,), f32)
+            sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, factor, G)
+
+            T.ptx_wait_group(2)
+            T.sync_threads()
+            if p.l2norm:
+                if thread < 2 * BT:
+                    find_norms(Interleaved(rows), thread // 32 * 32, factor, 1.0)
+            else:
+                for r in T.Parallel(2 * BT):
+                    factor[r] = 1.0
+            T.ptx_wait_group(0)
+            T.sync_threads()
+
+            db = T.alloc_shared((BT,), f32)
+            T.fence_proxy_async()
+            found = multiply_values(outer, value_shared, G, factor, scale, db)
+            of_q = T.alloc_fragment((BT, K), f32)
+            of_row = T.alloc_fragment((BT, K), f32)
+            T.wgmma_gemm(outer[0, :, :], state, of_q, clear_accum=True, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(outer[1, :, :], state, of_row, clear_accum=True, policy=T.BY_COLUMNS)
+            wait_for(of_q, of_row)
+            T.sync_threads()
+            T.async_copy(dstates[i_t, i_hv, :, :], state)
+            pairs = T.alloc_shared((2, BT, BT), io)
+            for n, tile in enumerate(found):
+                for i, j in T.Parallel(BT, BT):
+                    pairs[n, i, j] = tile[i, j]
+            for i, c in T.Parallel(BT, K):
+                of_q[i, c] = of_q[i, c] * (scale * factor[at_q(i)] * T.exp2(G[i]))
+            for i, c in T.Parallel(BT, K):
+                of_row[i, c] = of_row[i, c] * (-factor[at_k(i)] * T.exp2(G[i]))
+            T.fence_proxy_async()
+            T.sync_threads()
+            for i in T.Parallel(BT):
+                if i < count:
+                    raw = beta[start + i, i_hv]
+                    step = find_step(p, raw)
+                    dbeta[start + i, i_hv] = T.cast(db[i] / (step * step) * slopes.beta(raw), dbeta.dtype)
+            T.wgmma_gemm(pairs[0, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_row, policy=T.BY_COLUMNS)
+            wait_for(of_q, of_row)
+
+            of_key = T.alloc_fragment((BT, K), f32)
+            sums = T.alloc_shared((4, GROUPS, BT), f32)
+            parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
+            T.ptx_wait_group(0)
+            T.sync_threads()
+            T.fence_proxy_async()
+            T.wgmma_gemm(value_shared, state, of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
+            wait_for(of_key)
+            for i, c in T.Parallel(BT, K):
+                of_key[i, c] = of_key[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
+            dot(rows, 1, of_key, sums, 3)
+            T.wgmma_gemm(pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            wait_for(of_key)
+            dot_states(states, at, state, parts)
+            dot(rows, 0, of_q, sums, 0)
+            dot(rows, 1, of_row, sums, 1)
+            dot(rows, 1, of_key, sums, 2)
+            for i, c in T.Parallel(BT, K):
+                of_key[i, c] = of_key[i, c] + of_row[i, c]
+            T.sync_threads()
+            written = (dq_part, dk_part) if p.grouped else (dq, dk)
+            store_rows(p, rows, 0, of_q, sums, factor, at, written[0])
+            store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
+
+            dG = T.alloc_shared((BT,), f32)
+            suffix = T.alloc_fragment((BT,), f32)
+            sum_after(sums, parts, G, dG, suffix)
+            compute_gate(p, g, A_log, dt_bias, lower_bound, at, suffix, dg, dA_log_part, ddt_bias_part)
+
+    return bwd_gdn_gradients
+
+
+default = GdnGradientsConfig.default
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """Every tensor once; nine products of 64 rows."""
+    p, BT = case.problem, case.BT
+    products = BT * (2 * p.V * BT + 3 * p.V * p.K + 4 * BT * p.K)
+    return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=sizes["NT"] * p.HV * 2 * products)
+
+
+STAGE = Stage(
+    "bwd_gdn_gradients",
+    INPUTS,
+    OUTPUTS,
+    GdnGradientsConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=DEPENDS,
+    scalars=SCALARS,
+)
