@@ -17,7 +17,6 @@ from support.gpu_cases import (
     MAIN,
     OTHERS,
     PACKED,
-    TOLERANCE,
     compile_all,
     cut_plan,
     device,
@@ -29,6 +28,7 @@ from support.gpu_cases import (
     shipped,
     specialised,
     stage_case,
+    tolerance_of,
     with_states,
 )
 
@@ -81,7 +81,7 @@ def assert_right(call: Call, BT: int | None, batch: int = 1, **changes: Any) -> 
     errors = {"o": relative_error(o.flatten(0, 1), expected_o)}
     if call.problem.final_state:
         errors["ht"] = relative_error(ht, expected_ht)
-    assert max(errors.values()) < TOLERANCE[call.problem.dtype], f"{errors} {call.problem.key} bounds={call.bounds}"
+    assert max(errors.values()) < tolerance_of(call.problem), f"{errors} {call.problem.key} bounds={call.bounds}"
 
 
 # Right numbers
@@ -102,7 +102,7 @@ def test_intermediate_states(name: str, seed: int) -> None:
     BT, problem = FORWARD[name]
     call = draw(name, PACKED, seed, varlen=True)
     *_, h = chunk_kda(**operator_arguments(call), chunk_size=BT, return_intermediate_states=True)
-    assert relative_error(h[0], call.truth(BT)[2]) < TOLERANCE[problem.dtype]
+    assert relative_error(h[0], call.truth(BT)[2]) < tolerance_of(problem)
 
 
 @pytest.mark.parametrize("name", STRIDED)
@@ -250,7 +250,7 @@ def test_shipped_plans_are_right(seed: int) -> None:
                 o, ht = chunk_kda(**operator_arguments(call))
                 expected_o, expected_ht, _ = call.truth()
                 errors = relative_error(o[0], expected_o), relative_error(ht, expected_ht)
-                assert max(errors) < TOLERANCE[problem.dtype], f"{text}: {errors} {plan}"
+                assert max(errors) < tolerance_of(problem), f"{text}: {errors} {plan}"
 
 
 def test_mixed_devices_are_refused(seed: int) -> None:

@@ -14,10 +14,10 @@ from support.gpu_cases import (
     FORWARD,
     GRADIENT_TOLERANCE,
     SCANNED,
-    TOLERANCE,
     backward_of,
     hopper_plan,
     stage_case,
+    tolerance_of,
 )
 
 import kda_tl
@@ -62,7 +62,7 @@ def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> Non
     for segments in (4, 8, 16):
         with kda_tl.pin(hopper_plan(problem, segments)):
             for one, other in zip(outputs(arguments, problem.operator), whole, strict=True):
-                assert relative_error(one, other) < TOLERANCE[problem.dtype], f"{segments} segments"
+                assert relative_error(one, other) < tolerance_of(problem), f"{segments} segments"
 
 
 def gradients_of(name: str, call: Call, segments: int, **changes: Any) -> dict[str, torch.Tensor]:
