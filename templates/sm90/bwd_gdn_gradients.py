@@ -49,7 +49,7 @@ from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
 from kda_tl.templates.sm90.gradients import ASYNC
 from kda_tl.templates.sm90.hopper import SCALARS, HopperConfig, count_bytes
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
-from kda_tl.templates.sm90.warp import find_norms
+from kda_tl.templates.sm90.warp import find_norms, sum_following, sum_warp
 
 GROUPS = 2  # warpgroups, which have half of the channels each
 ROWS_AT_ONCE = 16  # of a state that is read again
@@ -194,59 +194,59 @@ def dot_states(states, at, dstate_shared, parts):
 
 
 @T.macro
-def sum_after(sums, parts, G, dG, suffix):
-    """The gradient of each token's decay, that of G summed from it to the chunk's end, where states add theirs.
+def store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part):
+    """Gradients of the raw gate, and the chunk's part of those of its parameters, a thread a token.
 
-    ``sums`` are products of q, of k as rows, of k as keys, and of k with what states give them.
+    The gradient of a decay is that of G summed from its token to the chunk's end, where states add theirs. ``sums`` are
+    products of q, of k as rows, of k as keys, and of k with what states give them; ``room`` is shared memory.
     """
-    BT = G.shape[0]
-    for i in T.Parallel(BT):
-        dG[i] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
-    for i in T.Parallel(BT):
-        suffix[i] = 0.0
-    for s in T.unroll(ROWS_AT_ONCE):
-        for i in T.Parallel(BT):
-            suffix[i] = suffix[i] + T.exp2(G[BT - 1]) * parts[s]
-    for j in T.unroll(BT):
-        for i in T.Parallel(BT):
-            suffix[i] = suffix[i] + sums[3, 0, j] + sums[3, 1, j] + T.if_then_else(j >= i, dG[j], 0.0)
-
-
-@T.macro
-def compute_gate(p, g, A_log, dt_bias, lower_bound, at, suffix, dg, dA_log_part, ddt_bias_part):
-    """Gradients of the raw gate from those of its decay, and the chunk's part of those of its parameters."""
-    BT, f32 = suffix.shape[0], "float32"
+    BT, i, f32 = G.shape[0], T.get_thread_binding(), "float32"
     slopes = Slopes(p, fast=True)
-    dx = T.alloc_fragment((1, BT), f32)
-    of_slope = T.alloc_fragment((1, BT), f32)
-    total = T.alloc_fragment((1,), f32)
-    rate = T.exp(A_log[at.i_hv]) if p.has_A_log else 1.0
-    bias = dt_bias[at.i_hv, 0] if p.has_dt_bias else 0.0
-    for one, i in T.Parallel(1, BT):
-        d = T.if_then_else(i < at.count, suffix[i], 0.0)
-        if p.gate == "log":
-            dx[one, i] = d
+    d = T.alloc_local((1,), f32)
+    of_all = T.alloc_local((2,), f32)  # what states add; then of A_log and dt_bias
+    if i < BT:
+        of_all[0] = sums[3, 0, i] + sums[3, 1, i]
+        d[0] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
+        d[0] = d[0] - of_all[0]
+        if i < ROWS_AT_ONCE:
+            of_all[0] = of_all[0] + T.exp2(G[BT - 1]) * parts[i]
+        sum_following(d)
+        sum_warp(of_all, 0)
+        if i % 32 == 0:
+            room[0, i // 32] = d[0]
+            room[1, i // 32] = of_all[0]
+    T.sync_threads()
+    if i < BT:
+        d[0] = d[0] + room[1, 0] + room[1, 1] + T.if_then_else(i < 32, room[0, 1], 0.0)
+        d[0] = T.if_then_else(i < at.count, d[0], 0.0)
+        if p.gate != "log":
+            rate = T.exp(A_log[at.i_hv]) if p.has_A_log else 1.0
+            x = T.cast(T.if_then_else(i < at.count, g[at.start + i, at.i_hv, 0], 0), f32)
+            if p.has_dt_bias:
+                x = x + dt_bias[at.i_hv, 0]
+            of_all[1] = d[0] * slopes.gate(x, rate, lower_bound)
+            of_all[0] = slopes.A_log(x, rate, of_all[1] if p.gate == "safe" else d[0])
+            d[0] = of_all[1]
+            for n in range(2):
+                sum_warp(of_all, n)
         else:
-            x = T.cast(T.if_then_else(i < at.count, g[at.start + i, at.i_hv, 0], 0), f32) + bias
-            dx[one, i] = d * slopes.gate(x, rate, lower_bound)
-            if p.has_A_log:
-                of_slope[one, i] = slopes.A_log(x, rate, dx[one, i] if p.gate == "safe" else d)
-    for one, i in T.Parallel(1, BT):
+            T.clear(of_all)
         if i < at.count:
-            dg[at.start + i, at.i_hv, 0] = T.cast(dx[one, i], dg.dtype)
-    if p.has_A_log:
-        T.reduce_sum(of_slope, total, dim=1)
-        for one in T.Parallel(1):
-            dA_log_part[at.i_t, at.i_hv] = total[one]
-    if p.has_dt_bias:
-        T.reduce_sum(dx, total, dim=1)
-        for one in T.Parallel(1):
-            ddt_bias_part[at.i_t, at.i_hv, 0] = total[one] if p.gate != "log" else 0.0
+            dg[at.start + i, at.i_hv, 0] = T.cast(d[0], dg.dtype)
+        if i % 32 == 0:
+            room[2, i // 32] = of_all[0]
+            room[3, i // 32] = of_all[1]
+    T.sync_threads()
+    if i == 0:
+        if p.has_A_log:
+            dA_log_part[at.i_t, at.i_hv] = room[2, 0] + room[2, 1]
+        if p.has_dt_bias:
+            ddt_bias_part[at.i_t, at.i_hv, 0] = room[3, 0] + room[3, 1]
 
 
 def along(sums: Any, n: int, i: Any) -> Any:
     """The product of a token's q, or k, with its gradient."""
-    of = range(1) if n == 0 else range(1, 3)
+    of = range(1) if n == 0 else range(1, 4)
     return sum(sums[m, w, i] for m in of for w in range(GROUPS))
 
 
@@ -359,25 +359,15 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
                     raw = beta[start + i, i_hv]
                     step = find_step(p, raw)
                     dbeta[start + i, i_hv] = T.cast(db[i] / (step * step) * slopes.beta(raw), dbeta.dtype)
+            of_key = T.alloc_fragment((BT, K), f32)
             T.wgmma_gemm(pairs[0, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_row, policy=T.BY_COLUMNS)
-            wait_for(of_q, of_row)
-
-            of_key = T.alloc_fragment((BT, K), f32)
-            sums = T.alloc_shared((4, GROUPS, BT), f32)
-            parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
-            T.ptx_wait_group(0)
-            T.sync_threads()
-            T.fence_proxy_async()
-            T.wgmma_gemm(value_shared, state, of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
-            wait_for(of_key)
-            for i, c in T.Parallel(BT, K):
-                of_key[i, c] = of_key[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
-            dot(rows, 1, of_key, sums, 3)
-            T.wgmma_gemm(pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(
+                pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS
+            )
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
-            wait_for(of_key)
-            dot_states(states, at, state, parts)
+            wait_for(of_q, of_row, of_key)
+            sums = T.alloc_shared((4, GROUPS, BT), f32)
             dot(rows, 0, of_q, sums, 0)
             dot(rows, 1, of_row, sums, 1)
             dot(rows, 1, of_key, sums, 2)
@@ -386,12 +376,24 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             T.sync_threads()
             written = (dq_part, dk_part) if p.grouped else (dq, dk)
             store_rows(p, rows, 0, of_q, sums, factor, at, written[0])
-            store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
 
-            dG = T.alloc_shared((BT,), f32)
-            suffix = T.alloc_fragment((BT,), f32)
-            sum_after(sums, parts, G, dG, suffix)
-            compute_gate(p, g, A_log, dt_bias, lower_bound, at, suffix, dg, dA_log_part, ddt_bias_part)
+            of_state = T.alloc_fragment((BT, K), f32)
+            parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
+            T.ptx_wait_group(0)
+            T.fence_proxy_async()
+            T.sync_threads()
+            T.wgmma_gemm(value_shared, state, of_state, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
+            dot_states(states, at, state, parts)
+            wait_for(of_state)
+            for i, c in T.Parallel(BT, K):
+                of_state[i, c] = of_state[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
+            dot(rows, 1, of_state, sums, 3)
+            for i, c in T.Parallel(BT, K):
+                of_key[i, c] = of_key[i, c] + of_state[i, c]
+            T.sync_threads()
+            store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
+            room = T.alloc_shared((4, GROUPS), f32)
+            store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part)
 
     return bwd_gdn_gradients
 

@@ -144,9 +144,9 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
             raw_beta = T.alloc_fragment((BT,), beta.dtype)
             for i in T.Parallel(BT):
                 raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
-            steps = T.alloc_shared((BT,), f32)
+            half = T.alloc_shared((1,), f32)
             G = T.alloc_shared((BT,), f32)
-            sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G)
+            sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G)
             factor = T.alloc_shared((2 * BT,), f32)
             b_factor = T.alloc_shared((BT,), f32)
             normalise(p, rows, raw_beta, b_factor, factor, scale, count, WARPGROUP)

@@ -11,6 +11,7 @@ from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, beta_factor
 from kda_tl.templates.sm90.rows import BC, NB
+from kda_tl.templates.sm90.warp import sum_before
 
 WARP_CHANNELS = 128  # of a sub-chunk that a warp has
 LIMIT = 110.0  # of half a sub-chunk's decay, in powers of two: fp32 and bf16 hold 2^127, and keys may be larger than 1
@@ -121,9 +122,9 @@ def sum_gates(gate, raw, count, slope, decay_scale, bias, local, middle, total):
 
 
 @T.macro
-def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
-    """Sums ``G`` of a chunk's log2 decays, ``steps``, of a gate that channels share, a thread a token; both in shared
-    memory. Past the end nothing is added.
+def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G):
+    """Sums ``G`` of a chunk's log2 decays, of a gate that channels share, a thread a token; ``half``, that of its first 32
+    tokens, is room. Both lie in shared memory. Past the end nothing is added.
 
     A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
     """
@@ -135,13 +136,13 @@ def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, steps, G):
         slope[1] = gate.decay_scale(slope[0], lower_bound)
         raw = T.cast(T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0), "float32")
         step = gate.log2_decay(raw, slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0)
-        steps[thread] = T.if_then_else(thread < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
+        total[0] = T.if_then_else(thread < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
+        sum_before(total)
+        if thread == 31:
+            half[0] = total[0]
     T.sync_threads()
     if thread < BT:
-        total[0] = 0.0
-        for j in T.serial(BT):
-            total[0] = total[0] + T.if_then_else(j <= thread, steps[j], 0.0)
-        G[thread] = total[0]
+        G[thread] = total[0] + T.if_then_else(thread >= 32, half[0], 0.0)
     T.sync_threads()
 
 

@@ -1,4 +1,4 @@
-"""Parts of fwd_prep that are products in the registers of single warps: norms of rows, the inverse."""
+"""What single warps do in their registers: sums, and as products norms of rows and the inverse."""
 
 from __future__ import annotations
 
@@ -12,6 +12,31 @@ def _multiply(left: Any, right: Any, sums: Any, first: Any) -> Any:
     """sums[first:] += left right: 16 x 16 by 16 x 8 in the registers of a warp."""
     types = ("float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32")
     return T.ptx_mma(*types, left.data, 0, right.data, 0, sums.data, first, T.bool(False))
+
+
+@T.macro
+def sum_before(x):
+    """x[0] summed over the threads of a warp from the first to each."""
+    lane, other = T.get_thread_binding() % 32, T.alloc_local((1,), "float32")
+    for n in T.unroll(5):
+        other[0] = T.shfl_up(x[0], 1 << n)
+        x[0] = x[0] + T.if_then_else(lane >= 1 << n, other[0], 0.0)
+
+
+@T.macro
+def sum_following(x):
+    """x[0] summed over the threads of a warp from each to the last."""
+    lane, other = T.get_thread_binding() % 32, T.alloc_local((1,), "float32")
+    for n in T.unroll(5):
+        other[0] = T.shfl_down(x[0], 1 << n)
+        x[0] = x[0] + T.if_then_else(lane + (1 << n) < 32, other[0], 0.0)
+
+
+@T.macro
+def sum_warp(x, m):
+    """x[m] summed over the threads of a warp."""
+    for n in T.unroll(5):
+        x[m] = x[m] + T.shfl_xor(x[m], 1 << n)
 
 
 @T.macro

@@ -153,12 +153,16 @@ struct Gathered {
   }
 };
 template <class T>
-T shfl_xor(T x, int offset) {
+T shfl(T x, int from) {
   uint64_t word = 0;
   memcpy(&word, &x, sizeof x);
   Gathered gathered(word);
-  memcpy(&x, &gathered.of[lane() ^ offset][0], sizeof x);
+  memcpy(&x, &gathered.of[from < 0 || from > 31 ? lane() : from][0], sizeof x);
   return x;
+}
+template <class T>
+T shfl_xor(T x, int offset) {
+  return shfl(x, lane() ^ offset);
 }
 
 struct SumOp {
@@ -294,3 +298,10 @@ void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* c, int keep) {
   multiply<N, tB>(left, b, c, keep);
 }
 }  // namespace tl
+
+template <class T>
+T __shfl_up_sync(unsigned, T x, int offset, int) { return tl::shfl(x, tl::lane() - offset); }
+template <class T>
+T __shfl_down_sync(unsigned, T x, int offset, int) { return tl::shfl(x, tl::lane() + offset); }
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int offset, int) { return tl::shfl_xor(x, offset); }
