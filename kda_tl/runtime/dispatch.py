@@ -26,7 +26,7 @@ from kda_tl.runtime.program import Program
 
 # When nothing is tuned: the first whose stages take the case. The last runs on every device.
 DEFAULT_PIPELINES = {
-    "fwd": ("prep_recurrence", "gdn_recurrence", "staged"),
+    "fwd": ("prep_recurrence", "gdn_pairs", "gdn_recurrence", "staged"),
     "bwd": ("prep_scan", "gdn_scan", "staged_backward"),
 }
 DEFAULT_BT = 64

@@ -1,6 +1,7 @@
 """Gradients of a chunk of Gated DeltaNet for Hopper: bwd_gradients for a gate that all channels of a value head share.
 
-With D_ij = 2^(G_i - G_j), X = V - K~ S, V' = A X, and what the scans know: S, dS' (of the state after the chunk), V', dX,
+With D_ij = 2^(G_i - G_j), X = V - K~ S, V' = A X, and what the scans know, S, dS' (of the state after the chunk), V'
+and dX:
 
     P_ij = scale D_ij <dO_i, V'_j>   j <= i          R_ij = -D_ij <dX_i, V'_j>   j < i
     dq = scale 2^G (dO S^T) + P k
@@ -44,13 +45,15 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import bwd_gradients
-from kda_tl.templates.sm90.bwd_gradients import DEPENDS, INPUTS, OUTPUTS, TOLERANCE
+from kda_tl.templates.sm90.bwd_gradients import DEPENDS, OUTPUTS, TOLERANCE
+from kda_tl.templates.sm90.bwd_gradients import INPUTS as SCANNED
 from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
 from kda_tl.templates.sm90.gradients import ASYNC
 from kda_tl.templates.sm90.hopper import SCALARS, HopperConfig, count_bytes
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
 from kda_tl.templates.sm90.warp import find_norms, sum_following, sum_warp
 
+INPUTS = SCANNED
 GROUPS = 2  # warpgroups, which have half of the channels each
 ROWS_AT_ONCE = 16  # of a state that is read again
 RESERVED = 1024  # bytes of shared memory a block, for the device
@@ -132,7 +135,7 @@ def issue_rows(x, start, count, i_head, rows, n):
 
 @T.macro
 def multiply_values(outer, value_shared, G, factor, scale, db):
-    """P and R, rounded, from products of rows of dO and dX with all values; that of dX with its own value goes to db."""
+    """P and R, rounded, from products of dO and dX with all values; that of dX with its own value goes to db."""
     BT, f32 = G.shape[0], "float32"
     of_q = T.alloc_fragment((BT, BT), f32)
     of_k = T.alloc_fragment((BT, BT), f32)
@@ -252,18 +255,15 @@ def along(sums: Any, n: int, i: Any) -> Any:
 
 @T.macro
 def store_rows(p, rows, n, x, sums, factor, at, written):
-    """Gradients of q or k, x, less what norms take, by way of tile n of shared memory, where the rows are."""
+    """Gradients of q or k, x, less what norms take."""
     own = HeadRows.of(written, at.start, at.i_hv)
     if p.l2norm:
         for i, c in T.Parallel(*x.shape):
             norm = factor[BY_SUB_CHUNK.row_of(i) + n * BC]
             x[i, c] = x[i, c] - norm * norm * along(sums, n, i) * T.cast(rows[n, i, c], "float32")
-        T.sync_threads()
-    for i, c in T.Parallel(*x.shape):
-        rows[n, i, c] = T.cast(x[i, c], rows.dtype)
     for i, c in T.Parallel(*x.shape):
         if i < at.count:
-            own.rows[i, c] = rows[n, i, c]
+            own.rows[i, c] = T.cast(x[i, c], written.dtype)
 
 
 def build(case: Case, config: GdnGradientsConfig) -> Any:
@@ -359,23 +359,23 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
                     raw = beta[start + i, i_hv]
                     step = find_step(p, raw)
                     dbeta[start + i, i_hv] = T.cast(db[i] / (step * step) * slopes.beta(raw), dbeta.dtype)
-            of_key = T.alloc_fragment((BT, K), f32)
+            sums = T.alloc_shared((4, GROUPS, BT), f32)
             T.wgmma_gemm(pairs[0, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_row, policy=T.BY_COLUMNS)
-            T.wgmma_gemm(
-                pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS
-            )
-            T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
-            wait_for(of_q, of_row, of_key)
-            sums = T.alloc_shared((4, GROUPS, BT), f32)
+            wait_for(of_q, of_row)
             dot(rows, 0, of_q, sums, 0)
             dot(rows, 1, of_row, sums, 1)
-            dot(rows, 1, of_key, sums, 2)
-            for i, c in T.Parallel(BT, K):
-                of_key[i, c] = of_key[i, c] + of_row[i, c]
             T.sync_threads()
             written = (dq_part, dk_part) if p.grouped else (dq, dk)
             store_rows(p, rows, 0, of_q, sums, factor, at, written[0])
+
+            of_key = T.alloc_fragment((BT, K), f32)
+            T.wgmma_gemm(pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            wait_for(of_key)
+            dot(rows, 1, of_key, sums, 2)
+            for i, c in T.Parallel(BT, K):
+                of_key[i, c] = of_key[i, c] + of_row[i, c]
 
             of_state = T.alloc_fragment((BT, K), f32)
             parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
@@ -383,7 +383,6 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             T.fence_proxy_async()
             T.sync_threads()
             T.wgmma_gemm(value_shared, state, of_state, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
-            dot_states(states, at, state, parts)
             wait_for(of_state)
             for i, c in T.Parallel(BT, K):
                 of_state[i, c] = of_state[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
@@ -392,6 +391,7 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
                 of_key[i, c] = of_key[i, c] + of_state[i, c]
             T.sync_threads()
             store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
+            dot_states(states, at, state, parts)
             room = T.alloc_shared((4, GROUPS), f32)
             store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part)
 

@@ -29,6 +29,7 @@ Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,28 +106,57 @@ def multiply(rows, first, G, factor, b_factor, both):
 
 
 @T.macro
-def store_factors(rows, G, factor, at, k_neg, qg, kg, decay):
-    """The factors of a chunk, to memory."""
+def store_factors(rows, G, factor, at, written):
+    """The factors of a chunk's rows, to memory."""
     BT, KP, io, f32 = G.shape[0], rows.shape[1], rows.dtype, "float32"
     last = G[BT - 1]
     for i, j in T.Parallel(BT, KP):
         query = factor[BY_SUB_CHUNK.row_of(i)] * T.exp2(G[i])
-        qg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i), j], f32) * query, io)
+        written.qg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i), j], f32) * query, io)
     for i, j in T.Parallel(BT, KP):
         key = factor[BY_SUB_CHUNK.row_of(i) + BC] * -T.exp2(G[i])
-        k_neg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+        written.k_neg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
     for i, j in T.Parallel(BT, KP):
         key = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(last - G[i])
-        kg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+        written.kg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
     for j in T.Parallel(KP):
-        decay[at.i_t, at.i_hv, j] = T.exp2(last)
+        written.decay[at.i_t, at.i_hv, j] = T.exp2(last)
+
+
+@T.macro
+def prepare(case, x, at, scalars, store, written):
+    """A kernel's body. ``x`` are the tensors that are given, ``scalars`` the scale and the gate's lower bound.
+
+    ``store`` is a macro that writes what is known of rows when their norms and gates are, to some of ``written``.
+    """
+    p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
+    scale, lower_bound = scalars
+    rows = T.alloc_shared((2 * BT, KP), "bfloat16")  # in the order LATER_FIRST
+    load_rows(x.q, at.start, at.count, at.i_h, rows, 0)
+    load_rows(x.k, at.start, at.count, at.i_h, rows, BC)
+    raw_beta = T.alloc_fragment((BT,), x.beta.dtype)
+    for i in T.Parallel(BT):
+        raw_beta[i] = T.if_then_else(i < at.count, x.beta[at.start + i, at.i_hv], 0)
+    half = T.alloc_shared((1,), f32)
+    G = T.alloc_shared((BT,), f32)
+    sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G)
+    factor = T.alloc_shared((2 * BT,), f32)
+    b_factor = T.alloc_shared((BT,), f32)
+    normalise(p, rows, raw_beta, b_factor, factor, scale, at.count, WARPGROUP)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+    both = T.alloc_shared((2 * BT, BT + 4), f32)
+    for first in (0, NB // 2):
+        multiply(rows, first, G, factor, b_factor, both)
+    store(rows, G, factor, at, written)
+    T.sync_threads()
+    store_inverse(both, b_factor, at, written.A, written.Aqk, WARPGROUP)
 
 
 def build(case: Case, config: GdnPrepConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
-    p, BT, KP, heads = case.problem, case.BT, case.problem.KP, Heads.of(case.problem)
-    f32, io = "float32", "bfloat16"
-    gate = Gate(p)
+    heads = Heads.of(case.problem)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
@@ -134,31 +164,10 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
         with T.Kernel(NT * heads.HV, threads=WARPGROUP) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
             i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
-            i_h = heads.of_keys(i_hv)
-            start = chunk_tokens[i_t, 0]
-            count = chunk_tokens[i_t, 1]
-            at = Chunk(i_t, i_hv, i_h, start, count)
-            rows = T.alloc_shared((2 * BT, KP), io)  # in the order LATER_FIRST
-            load_rows(q, start, count, i_h, rows, 0)
-            load_rows(k, start, count, i_h, rows, BC)
-            raw_beta = T.alloc_fragment((BT,), beta.dtype)
-            for i in T.Parallel(BT):
-                raw_beta[i] = T.if_then_else(i < count, beta[start + i, i_hv], 0)
-            half = T.alloc_shared((1,), f32)
-            G = T.alloc_shared((BT,), f32)
-            sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G)
-            factor = T.alloc_shared((2 * BT,), f32)
-            b_factor = T.alloc_shared((BT,), f32)
-            normalise(p, rows, raw_beta, b_factor, factor, scale, count, WARPGROUP)
-            T.fence_proxy_async()
-            T.sync_threads()
-
-            both = T.alloc_shared((2 * BT, BT + 4), f32)
-            for first in (0, NB // 2):
-                multiply(rows, first, G, factor, b_factor, both)
-            store_factors(rows, G, factor, at, k_neg, qg, kg, decay)
-            T.sync_threads()
-            store_inverse(both, b_factor, at, A, Aqk, WARPGROUP)
+            at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
+            given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+            written = SimpleNamespace(A=A, Aqk=Aqk, k_neg=k_neg, qg=qg, kg=kg, decay=decay)
+            prepare(case, given, at, (scale, lower_bound), store_factors, written)
 
     return fwd_gdn_prep
 
@@ -166,11 +175,16 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
 default = GdnPrepConfig.default
 
 
-def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+def prepare_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str]) -> Cost:
     """Every tensor once; two products over K, an inverse."""
     BT, chunks = case.BT, sizes["NT"] * case.problem.HV
     flops = chunks * (2 * BT * BT * case.problem.K + 2 * BT**3 // 3)
-    return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=flops)
+    return Cost(bytes=count_bytes(case, sizes, tensors), flops=flops)
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """See :func:`prepare_cost`."""
+    return prepare_cost(case, sizes, INPUTS | OUTPUTS)
 
 
 def passes(case: Case) -> dict[str, bool]:

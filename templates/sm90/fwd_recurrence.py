@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import join_chunks, split_chunks, unpack_lower
 from kda_tl.templates.common.language import T
@@ -48,9 +49,8 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     return recurrence_reference(case, x, [read_state(case, x.h0, n, x.decay) for n in x.segments[:, 2].tolist()])
 
 
-def build(case: Case, config: OutputConfig) -> Any:
-    """The kernel: states start from those that the caller gives, or from zero."""
-    p = case.problem
+def start_from(p: Problem) -> Any:
+    """A macro that loads the states which the caller gives, or zeros."""
 
     @T.macro
     def load_state(state, h0, i_s, segments, i_h, v0, k0):
@@ -61,7 +61,12 @@ def build(case: Case, config: OutputConfig) -> Any:
         else:
             T.clear(state)
 
-    return build_recurrence("fwd_recurrence", case, config, INPUTS["h0"], load_state)
+    return load_state
+
+
+def build(case: Case, config: OutputConfig) -> Any:
+    """The kernel: states start from those that the caller gives, or from zero."""
+    return build_recurrence("fwd_recurrence", case, config, INPUTS["h0"], start_from(case.problem))
 
 
 def default(case: Case) -> Config:

@@ -123,8 +123,9 @@ def sum_gates(gate, raw, count, slope, decay_scale, bias, local, middle, total):
 
 @T.macro
 def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G):
-    """Sums ``G`` of a chunk's log2 decays, of a gate that channels share, a thread a token; ``half``, that of its first 32
-    tokens, is room. Both lie in shared memory. Past the end nothing is added.
+    """Sums ``G`` of a chunk's log2 decays, of a gate that channels share, a thread a token.
+
+    Past the end nothing is added. ``G`` and ``half``, room for the sum of 32 tokens, lie in shared memory.
 
     A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
     """

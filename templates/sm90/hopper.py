@@ -26,6 +26,8 @@ FACTORS = {
     "kg": "NT HV BT KP : io",
     "decay": "NT HV KP : f32",
 }
+# The same where the recurrence reads the caller's rows: powers of two and norms are a number a token
+PAIRS = {"A": FACTORS["A"], "Aqk": FACTORS["Aqk"], "powers": "NT HV 4 BT : f32"}
 # Which chunks are a segment, and which tokens a chunk
 TABLES = {"segments": "NS 4 : i32", "chunk_tokens": "NT 2 : i32"}
 SCALARS = ("scale", "lower_bound")

@@ -94,12 +94,25 @@ class OutputConfig(RecurrenceConfig):
         return super().smem_bytes(case) - (self.num_stages - self.rest_stages(case)) * rest + states
 
 
+@dataclass(frozen=True)
+class Products:
+    """How what is loaded of a chunk becomes its values, its output and the state after it, as macros in this order."""
+
+    load_first: Any  # what is multiplied first beside v
+    load_rest: Any
+    alloc_tiles: Any  # for all that is loaded beside v
+    issue_values: Any  # everything that the rounded state is multiplied with at once, on its way
+    finish_values: Any  # what the inverse is multiplied with, rounded
+    compute_values: Any  # new values, rounded, and the decayed state
+    compute_output: Any  # the output, the state after the chunk, and its rounded copy
+
+
 class Sizes:
     """What is known of a kernel when it is built."""
 
-    def __init__(self, case: Case, config: OutputConfig) -> None:
+    def __init__(self, case: Case, config: Any, products: Products) -> None:
         p = case.problem
-        self.case, self.config, self.io = case, config, TL_DTYPE[p.dtype]
+        self.case, self.config, self.io, self.products = case, config, TL_DTYPE[p.dtype], products
         self.groups = config.BV // ROWS  # warpgroups that multiply
         self.VB = p.V // config.BV  # blocks of BV channels
         self.width = part_width(p.KP)  # channels of a part of the state
@@ -164,6 +177,52 @@ def compute_output(z, r, tiles, rest_slot):
 
 
 @T.macro
+def finish_rounded(z, r, tiles, group, slot):
+    """Values of which nothing is left to do but to round them."""
+    finish_values(r.value, r.value_io)
+
+
+@T.macro
+def load_first(z, x, i_t, i_h, tiles, slot, full):
+    """Rows that are multiplied first; of wide states all rows that states are multiplied with."""
+    load_parts(x.k_neg, i_t, i_h, tiles.k_neg, slot, full)
+    if not z.rounds_whole:
+        load_parts(x.qg, i_t, i_h, tiles.qg, slot, full)
+
+
+@T.macro
+def load_rest(z, x, i_t, i_h, tiles, slot, full, first, end):
+    """All other factors of a chunk."""
+    load_lower(x.A, i_t, i_h, tiles.A, slot, full)
+    if z.rounds_whole:
+        load_parts(x.qg, i_t, i_h, tiles.qg, slot, full)
+    load_parts(x.kg, i_t, i_h, tiles.kg, slot, full)
+    load_lower(x.Aqk, i_t, i_h, tiles.Aqk, slot, full)
+    T.tma_copy(x.decay[i_t, i_h, :], tiles.decay[slot, :], barrier=full[slot])
+
+
+@T.macro
+def alloc_tiles(z):
+    """Of factors, by the names of what they hold; k_neg, qg and kg in parts of the state's channels."""
+    p, BT, io, stages, rest_stages, parts = z.case.problem, z.case.BT, z.io, z.config.num_stages, z.rest_stages, z.parts
+    q_stages = rest_stages if z.rounds_whole else stages
+    A_shared = T.alloc_shared((rest_stages, BT, BT), io)
+    n_shared = name_tiles("k_neg", [T.alloc_shared((stages, BT, z.width), io) for _ in range(parts)])
+    q_shared = name_tiles("qg", [T.alloc_shared((q_stages, BT, z.width), io) for _ in range(parts)])
+    Aqk_shared = T.alloc_shared((rest_stages, BT, BT), io)
+    k_shared = name_tiles("kg", [T.alloc_shared((rest_stages, BT, z.width), io) for _ in range(parts)])
+    decay_shared = T.alloc_shared((rest_stages, p.KP), "float32")
+    identity = T.alloc_shared((BT, BT), io)
+    factors = {"A": A_shared, "Aqk": Aqk_shared, "k_neg": n_shared, "qg": q_shared, "kg": k_shared}
+    return {**factors, "decay": decay_shared, "identity": identity}
+
+
+FACTOR_PRODUCTS = Products(
+    load_first, load_rest, alloc_tiles, issue_values, finish_rounded, compute_values, compute_output
+)
+
+
+@T.macro
 def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_ring):
     """A warpgroup's part: ROWS channels."""
     p, BT, io, f32 = z.case.problem, z.case.BT, z.io, "float32"
@@ -191,19 +250,19 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             slot, phase = first_ring.place_to_read(step)
             rest_slot, rest_phase = rest_ring.place_to_read(step)
             first_ring.wait(slot, phase)
-            issue_values(z, r, tiles, group, slot)
+            z.products.issue_values(z, r, tiles, group, slot)
             if p.intermediate_states:
                 store_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
             store_output(output, tiles.o[group], o, start + (c - 1) * BT, start, end, i_h, v0)
             if not z.rounds_whole:
                 multiply_parts(r, tiles.k_neg, tiles.qg, slot)
-            finish_values(value, value_io)
+            z.products.finish_values(z, r, tiles, group, slot)
             if not z.shares_empty:
                 first_ring.release(slot)
             if z.config.early:
                 rest_ring.wait(rest_slot, rest_phase)
-            compute_values(z, r, tiles, rest_slot)
-            compute_output(z, r, tiles, rest_slot)
+            z.products.compute_values(z, r, tiles, rest_slot)
+            z.products.compute_output(z, r, tiles, rest_slot)
             rest_ring.release(rest_slot)
             step = step + 1
         if p.intermediate_states and not p.final_state:  # or TileLang 0.1.15 wants its barrier where threads diverge
@@ -231,9 +290,7 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                 rest_slot, rest_phase = rest_ring.place_to_fill(step)
                 i_t = first + c
                 first_ring.acquire(slot, phase)
-                load_parts(x.k_neg, i_t, i_h, tiles.k_neg, slot, first_ring.full)
-                if not z.rounds_whole:
-                    load_parts(x.qg, i_t, i_h, tiles.qg, slot, first_ring.full)
+                z.products.load_first(z, x, i_t, i_h, tiles, slot, first_ring.full)
                 for group in list(range(z.groups)):
                     v0 = z.first_channel(i, group)
                     load_values(x.v, tiles.v[group], first_ring.full, slot, start + c * BT, end, i_h, v0)
@@ -241,12 +298,7 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                     first_ring.commit(slot)
                 if not z.shares_empty:
                     rest_ring.acquire(rest_slot, rest_phase)
-                load_lower(x.A, i_t, i_h, tiles.A, rest_slot, rest_ring.full)
-                if z.rounds_whole:
-                    load_parts(x.qg, i_t, i_h, tiles.qg, rest_slot, rest_ring.full)
-                load_parts(x.kg, i_t, i_h, tiles.kg, rest_slot, rest_ring.full)
-                load_lower(x.Aqk, i_t, i_h, tiles.Aqk, rest_slot, rest_ring.full)
-                T.tma_copy(x.decay[i_t, i_h, :], tiles.decay[rest_slot, :], barrier=rest_ring.full[rest_slot])
+                z.products.load_rest(z, x, i_t, i_h, tiles, rest_slot, rest_ring.full, start + c * BT, end)
                 rest_ring.commit(rest_slot)
                 step = step + 1
 
@@ -255,31 +307,21 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
 def recur(z, load_state, i_block, blocks, x):
     """The kernel's body: tiles, rings and roles."""
     p, config, BT, io = z.case.problem, z.config, z.case.BT, z.io
-    stages, rest_stages, parts, groups = config.num_stages, z.rest_stages, z.parts, z.groups
-    q_stages = rest_stages if z.rounds_whole else stages
+    stages, rest_stages, groups = config.num_stages, z.rest_stages, z.groups
     v_shared = name_tiles("v", [T.alloc_shared((stages, BT, ROWS), io) for _ in range(groups)])
     o_shared = name_tiles("o", [T.alloc_shared((BT, ROWS + OUTPUT_PAD), io) for _ in range(groups)])
     states = groups * p.intermediate_states
     h_shared = name_tiles("h", [T.alloc_shared((z.width, ROWS + OUTPUT_PAD), io) for _ in range(states)])
-    A_shared = T.alloc_shared((rest_stages, BT, BT), io)
-    n_shared = name_tiles("k_neg", [T.alloc_shared((stages, BT, z.width), io) for _ in range(parts)])
-    q_shared = name_tiles("qg", [T.alloc_shared((q_stages, BT, z.width), io) for _ in range(parts)])
-    Aqk_shared = T.alloc_shared((rest_stages, BT, BT), io)
-    k_shared = name_tiles("kg", [T.alloc_shared((rest_stages, BT, z.width), io) for _ in range(parts)])
-    decay_shared = T.alloc_shared((rest_stages, p.KP), "float32")
-    identity = T.alloc_shared((BT, BT), io)
+    found = z.products.alloc_tiles(z)
     rest_full = T.alloc_barrier(arrive_count=[PRODUCER] * rest_stages)
     first_full = T.alloc_barrier(arrive_count=[PRODUCER] * stages) if config.early else rest_full
     first_empty = T.alloc_barrier(arrive_count=[config.consumers] * stages)
     rest_empty = first_empty if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * rest_stages)
     thread = T.get_thread_binding()
-    T.annotate_layout(layout_lower(A_shared, Aqk_shared))
-    store_constants([A_shared, Aqk_shared], identity)
+    T.annotate_layout(layout_lower(found["A"], found["Aqk"]))
+    store_constants([found["A"], found["Aqk"]], found.get("identity"))
 
-    # v, o and h one a warpgroup; k_neg, qg and kg in parts of the state's channels
-    own = {"v": v_shared, "o": o_shared, "h": h_shared, "identity": identity}
-    parted = {"k_neg": n_shared, "qg": q_shared, "kg": k_shared}
-    tiles = SimpleNamespace(**own, **parted, A=A_shared, Aqk=Aqk_shared, decay=decay_shared)
+    tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o and h one a warpgroup
     first_ring, rest_ring = Ring(first_full, first_empty), Ring(rest_full, rest_empty)
     if thread < WARPGROUP:
         multiply(z, load_state, 0, i_block, blocks, x, tiles, first_ring, rest_ring)
@@ -295,7 +337,7 @@ def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, lo
     ``load_state`` is a macro of the fragment to fill, that tensor, the segment, its row of ``segments``, the head and
     the first channels of value and key.
     """
-    z, heads = Sizes(case, config), Heads.of(case.problem)
+    z, heads = Sizes(case, config, FACTOR_PRODUCTS), Heads.of(case.problem)
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
     inputs = {"v": "tokens HV V : io", **FACTORS, "states": start, **TABLES}
 

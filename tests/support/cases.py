@@ -300,10 +300,10 @@ def draw_call(
     return Call(p, bounds, {**x, "scale": 0.7 * p.K**-0.5, "lower_bound": lower_bound})
 
 
-def draw_extreme(kind: str, seed: int) -> Call:
+def draw_extreme(kind: str, seed: int, **changes: Any) -> Call:
     """A call of 130 tokens whose gate saturates: everywhere, or ("mixed") in a tenth of the places, slow elsewhere."""
     gate, _, limit = kind.partition(" ")
-    shape = (130, 2, 32)
+    shape = (130, 2, 1 if changes.get("scalar_gate") else 32)
     rng = torch.Generator().manual_seed(seed)
     here = torch.rand(shape, generator=rng) < 0.1
     slow = torch.full(shape, -4.0, dtype=F64) if gate != "log" else -0.05 * torch.rand(shape, generator=rng, dtype=F64)
@@ -316,6 +316,7 @@ def draw_extreme(kind: str, seed: int) -> Call:
         "wild": -wild.abs() if gate == "log" else wild,
     }[limit]
     fixed = {"H": 1, "HV": 2, "K": 32, "V": 32, "l2norm": True, "initial_state": True, "final_state": True, **KDA}
+    fixed |= changes
     problem = draw_problem(
         random.Random(0), gate=gate, has_A_log=gate != "log", has_dt_bias=False, beta="sigmoid", **fixed
     )

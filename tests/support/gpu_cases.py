@@ -168,9 +168,11 @@ def plan_of(problem: Problem, BT: int) -> Plan:
 def hopper_pipeline(problem: Problem, segments: int = 0) -> str:
     """One that only Hopper runs: sequences are whole, or cut into as many segments as are given."""
     family = "gdn" if problem.scalar_gate else "prep"
-    if problem.direction == "fwd":
-        return f"{family}_segments_{segments}" if segments else f"{family}_recurrence"
-    return f"{family}_scan_segments_{segments}" if segments else f"{family}_scan"
+    if problem.direction == "bwd":
+        return f"{family}_scan_segments_{segments}" if segments else f"{family}_scan"
+    if segments:
+        return f"{family}_segments_{segments}"
+    return "gdn_pairs" if problem.scalar_gate and problem.K in (64, 128) else f"{family}_recurrence"
 
 
 def hopper_plan(problem: Problem, segments: int = 0) -> Plan:

@@ -36,7 +36,7 @@ PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_fi
 GATED_DELTA_RULE = replace(SOFTPLUS, operator="chunk_gated_delta_rule", scalar_gate=True, intermediate_states=False)
 # Other ways through some kernels: problems, lengths, stages
 APART = (
-    (GATED_DELTA_RULE, LENGTHS, ("fwd_gdn_prep", "bwd_gdn_gradients")),
+    (GATED_DELTA_RULE, LENGTHS, ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_gradients")),
     (replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),
     (replace(BF16, K=96, V=160), LENGTHS, ("fwd_state", "bwd_state")),
     (BF16, (4000,), ("fwd_segment",)),  # segments of some chunks, of which gates leave nothing

@@ -72,6 +72,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Composed references against the recurrence, in float64
 
 
+def gates_of(pipeline: Pipeline) -> dict[str, Any]:
+    """Which gates a pipeline takes: those of Gated DeltaNet are one a head."""
+    return {"scalar_gate": True} if "gdn" in pipeline.name else {}
+
+
 def assert_composes(pipeline: Pipeline, call: Call, BT: int, tolerance: float = EXACT) -> None:
     out, _ = run_references(pipeline, call.case(CPU, BT, 16), call.tensors(BT, pipeline.segments))
     o, ht, h = call.truth(BT)
@@ -96,7 +101,7 @@ def assert_composes(pipeline: Pipeline, call: Call, BT: int, tolerance: float = 
 def test_references_compose_ragged(pipeline: Pipeline, gate: str, T: int, seed: int) -> None:
     rng = random.Random(seed)
     for n, BT in enumerate(BT_CHOICES):
-        problem = draw_problem(rng, gate=gate, beta=BETAS[n], l2norm=n % 2 == 0)
+        problem = draw_problem(rng, gate=gate, beta=BETAS[n], l2norm=n % 2 == 0, **gates_of(pipeline))
         assert_composes(pipeline, draw_call(problem, (T,) * rng.choice((1, 2)), seed + n, varlen=False), BT)
 
 
@@ -105,7 +110,9 @@ def test_references_compose_ragged(pipeline: Pipeline, gate: str, T: int, seed: 
 def test_references_compose_varlen(pipeline: Pipeline, gate: str, seed: int) -> None:
     rng = random.Random(seed)
     for n, BT in enumerate((*BT_CHOICES, *BT_CHOICES)):
-        problem = draw_problem(rng, gate=gate, initial_state=n < 3, final_state=True, state_v_first=n % 2 == 0)
+        problem = draw_problem(
+            rng, gate=gate, initial_state=n < 3, final_state=True, state_v_first=n % 2 == 0, **gates_of(pipeline)
+        )
         assert_composes(pipeline, draw_call(problem, draw_lengths(rng), seed + n), BT)
 
 
@@ -117,7 +124,7 @@ def test_references_compose_heads_and_dims(
     pipeline: Pipeline, gate: str, H: int, HV: int, K: int, V: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    problem = draw_problem(rng, gate=gate, H=H, HV=HV, K=K, V=V)
+    problem = draw_problem(rng, gate=gate, H=H, HV=HV, K=K, V=V, **gates_of(pipeline))
     assert_composes(pipeline, draw_call(problem, (70, 0, 1), seed), rng.choice(BT_CHOICES))
 
 
@@ -127,7 +134,9 @@ def test_references_compose_heads_and_dims(
 def test_references_compose_gate_parameters(
     pipeline: Pipeline, gate: str, has_A_log: bool, has_dt_bias: bool, seed: int
 ) -> None:
-    problem = draw_problem(random.Random(seed), gate=gate, has_A_log=has_A_log, has_dt_bias=has_dt_bias)
+    problem = draw_problem(
+        random.Random(seed), gate=gate, has_A_log=has_A_log, has_dt_bias=has_dt_bias, **gates_of(pipeline)
+    )
     assert_composes(pipeline, draw_call(problem, (100,), seed), 64)
 
 
@@ -208,7 +217,7 @@ extremes = pytest.mark.parametrize(
 @extremes
 def test_references_compose_at_the_limits(pipeline: Pipeline, kind: str, seed: int) -> None:
     # up to 64 * 1.5e6 nats are summed: float64 holds such an exponent to 2^-53 of its size
-    assert_composes(pipeline, draw_extreme(kind, seed), 64, tolerance=1e-7)
+    assert_composes(pipeline, draw_extreme(kind, seed, **gates_of(pipeline)), 64, tolerance=1e-7)
 
 
 @needs_compiler

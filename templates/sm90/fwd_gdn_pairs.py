@@ -1,0 +1,109 @@
+"""What a chunk of Gated DeltaNet does alone, for a recurrence that reads the caller's q and k.
+
+    powers = rk 2^G, scale rq 2^G, rk 2^(G_last - G), 2^G_last        a number a token each
+    Aqk[i, j] = scale 2^(G_i - G_j) <q_i, k_j>   j <= i
+    A = (I + L)^-1 diag(beta),   L[i, j] = beta_i 2^(G_i - G_j) <k_i, k_j>   j < i
+
+with rq = 1 / |q| and rk = 1 / |k|, or 1 without norms. The body is fwd_gdn_prep's, but for the factors of rows: a
+token's are one number times its row, and the recurrence multiplies with it what comes out of its products. 1 KiB a
+chunk and head goes to memory instead of 48.
+Source: as fwd_gdn_prep.
+"""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.templates.common.chunks import share_heads, split_chunks
+from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.language import T
+from kda_tl.templates.common.tile import L2NORM_EPS, prim_func
+from kda_tl.templates.portable import fwd_gate
+from kda_tl.templates.sm90 import fwd_prep
+from kda_tl.templates.sm90.fwd_gdn_prep import GdnPrepConfig, passes, prepare, prepare_cost
+from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
+from kda_tl.templates.sm90.gates import Chunk
+from kda_tl.templates.sm90.hopper import GIVEN, PAIRS, SCALARS, TABLES
+from kda_tl.templates.sm90.prep import WARPGROUP
+from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
+
+INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
+OUTPUTS = PAIRS
+
+
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
+    """PyTorch twin: fwd_prep's pairs, and numbers that do not need them."""
+    p = case.problem
+    made = fwd_prep.reference(case, x)
+    G = fwd_gate.reference(case, x)["g_cumsum"][..., 0]
+    norms = []
+    for y in (x.q, x.k):
+        tiles = share_heads(split_chunks(y.to(G.dtype), x.chunk_tokens, case.BT), p.group)
+        norms.append((tiles.square().sum(-1) + L2NORM_EPS).rsqrt() if p.l2norm else torch.ones_like(G))
+    last = G[..., -1:]
+    powers = (
+        norms[1] * G.exp2(),
+        x.scale * norms[0] * G.exp2(),
+        norms[1] * (last - G).exp2(),
+        last.exp2().expand_as(G),
+    )
+    return {"A": made["A"], "Aqk": made["Aqk"], "powers": torch.stack(powers, 2)}
+
+
+@T.macro
+def store_powers(rows, G, factor, at, written):
+    """The powers of a chunk, to memory."""
+    BT = G.shape[0]
+    for i in T.Parallel(BT):
+        written.powers[at.i_t, at.i_hv, 0, i] = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(G[i])
+    for i in T.Parallel(BT):
+        written.powers[at.i_t, at.i_hv, 1, i] = factor[BY_SUB_CHUNK.row_of(i)] * T.exp2(G[i])
+    for i in T.Parallel(BT):
+        written.powers[at.i_t, at.i_hv, 2, i] = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(G[BT - 1] - G[i])
+    for i in T.Parallel(BT):
+        written.powers[at.i_t, at.i_hv, 3, i] = T.exp2(G[BT - 1])
+
+
+def build(case: Case, config: GdnPrepConfig) -> Any:
+    """The kernel: one thread block a (chunk, value head)."""
+    heads = Heads.of(case.problem)
+    tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
+    def fwd_gdn_pairs(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, powers, scale, lower_bound):
+        with T.Kernel(NT * heads.HV, threads=WARPGROUP) as i_block:
+            T.annotate_min_blocks_per_sm(config.blocks)
+            i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
+            at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
+            given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+            written = SimpleNamespace(A=A, Aqk=Aqk, powers=powers)
+            prepare(case, given, at, (scale, lower_bound), store_powers, written)
+
+    return fwd_gdn_pairs
+
+
+default = GdnPrepConfig.default
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """Every tensor once; two products over K, an inverse."""
+    return prepare_cost(case, sizes, INPUTS | OUTPUTS)
+
+
+STAGE = Stage(
+    "fwd_gdn_pairs",
+    INPUTS,
+    OUTPUTS,
+    GdnPrepConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=DEPENDS,
+    scalars=SCALARS,
+    passes=passes,
+)

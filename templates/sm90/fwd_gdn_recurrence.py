@@ -1,0 +1,214 @@
+"""Recurrence of Gated DeltaNet for Hopper, on the caller's q and k.
+
+    V'^T = (V^T - (S^T K^T) diag(rk 2^G)) A^T           O^T = (S^T Q^T) diag(scale rq 2^G) + V'^T Aqk^T
+    S^T <- 2^G_last S^T + (V'^T diag(rk 2^(G_last - G))) K
+
+This is fwd_recurrence for a gate that all channels of a value head share. Its powers, a number a token, multiply
+columns of what products leave in registers: so the matrix unit reads rows as they came, and value heads find those that
+they share in the L2. K serves two products. Roles and loops are fwd_recurrence's; what differs is below.
+
+    slot of the one ring    v, q, k, A, Aqk, powers
+    V^T                     read from shared memory by the threads that hold the values' columns
+
+Source: Gated Delta Networks, arXiv:2412.06464, section 3.3, in the form of fwd_recurrence; powers are those of
+fwd_gdn_pairs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.chunks import share_heads, split_chunks
+from kda_tl.templates.common.heads import Heads
+from kda_tl.templates.common.language import T
+from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.sm90 import fwd_recurrence
+from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, start_from
+from kda_tl.templates.sm90.hopper import PAIRS, TABLES
+from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur
+from kda_tl.templates.sm90.recurrence import (
+    OUTPUT_PAD,
+    ROWS,
+    TOLERANCE,
+    WARPGROUP,
+    RecurrenceConfig,
+    load_lower,
+    load_values,
+)
+
+INPUTS = {
+    "q": "tokens H K : io",
+    "k": "tokens H K : io",
+    "v": "tokens HV V : io",
+    **PAIRS,
+    "h0": "N HV K V : f32 ? initial_state",
+    **TABLES,
+}
+
+
+def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
+    """PyTorch twin, in the dtype of powers: fwd_recurrence's, of factors made from rows and powers."""
+    p, dtype = case.problem, x.powers.dtype
+    q, k = (share_heads(split_chunks(y.to(dtype), x.chunk_tokens, case.BT, width=p.KP), p.group) for y in (x.q, x.k))
+    start, query, end, decay = (y[..., None] for y in x.powers.unbind(2))
+    factors = {"k_neg": -start * k, "qg": query * q, "kg": end * k, "decay": decay[:, :, 0].expand(-1, -1, p.KP)}
+    return fwd_recurrence.reference(case, Operands(**{**vars(x), **factors}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnRecurrenceConfig(RecurrenceConfig):
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+
+    early: ClassVar[bool] = False  # all of a chunk comes at once
+
+    def reject(self, case: Case) -> str | None:
+        """As the base, and channels that lie in whole tiles, since the caller's rows are not padded."""
+        p = case.problem
+        if reason := super().reject(case):
+            return reason
+        if not p.scalar_gate or p.rank > 1:
+            return "it takes one gate a head and one row a token"
+        if p.K != p.KP:
+            return f"K={p.K} is not {' or '.join(map(str, self.WIDTHS))} channels, which its tiles are"
+        return None
+
+    def rest_stages(self, case: Case) -> int:
+        """Chunks of which all is loaded ahead."""
+        return self.num_stages
+
+    def smem_bytes(self, case: Case) -> int:
+        """The tiles of every stage, the output's, and two barriers a stage."""
+        BT, K = case.BT, case.problem.K
+        stage = BT * (self.BV + 2 * BT + 2 * K) * 2 + 4 * BT * 4 + 16
+        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2
+
+
+@T.macro
+def load_nothing(z, x, i_t, i_h, tiles, slot, full):
+    """All of a chunk comes at once."""
+
+
+@T.macro
+def load_chunk(z, x, i_t, i_h, tiles, slot, full, first, end):
+    """Everything but v."""
+    i_k = x.heads.of_keys(i_h)
+    load_values(x.k, tiles.k, full, slot, first, end, i_k, 0)
+    load_values(x.q, tiles.q, full, slot, first, end, i_k, 0)
+    load_lower(x.A, i_t, i_h, tiles.A, slot, full)
+    load_lower(x.Aqk, i_t, i_h, tiles.Aqk, slot, full)
+    T.tma_copy(x.powers[i_t, i_h, :, :], tiles.powers[slot, :, :], barrier=full[slot])
+
+
+@T.macro
+def alloc_tiles(z):
+    """By the names of what they hold."""
+    BT, K, io, stages = z.case.BT, z.case.problem.K, z.io, z.config.num_stages
+    A_shared = T.alloc_shared((stages, BT, BT), io)
+    Aqk_shared = T.alloc_shared((stages, BT, BT), io)
+    q_shared = T.alloc_shared((stages, BT, K), io)
+    k_shared = T.alloc_shared((stages, BT, K), io)
+    powers = T.alloc_shared((stages, 4, BT), "float32")
+    return {"A": A_shared, "Aqk": Aqk_shared, "q": q_shared, "k": k_shared, "powers": powers}
+
+
+@T.macro
+def issue_values(z, r, tiles, group, slot):
+    """S^T K^T on its way."""
+    T.wgmma_gemm(r.state_io, tiles.k[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+
+
+@T.macro
+def finish_values(z, r, tiles, group, slot):
+    """What the inverse is multiplied with, rounded, while S^T Q^T is on its way."""
+    given = T.alloc_fragment(r.value.shape, z.io)
+    T.wgmma_gemm(r.state_io, tiles.q[slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+    for i, j in T.Parallel(*r.value.shape):
+        given[i, j] = tiles.v[group][slot, j, i]
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
+    for i, j in T.Parallel(*r.value.shape):
+        r.value_io[i, j] = T.cast(T.cast(given[i, j], "float32") - r.value[i, j] * tiles.powers[slot, 0, j], z.io)
+
+
+@T.macro
+def compute_values(z, r, tiles, slot):
+    """V'^T, rounded, while the state decays."""
+    T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+    state = r.state[0]
+    for i, j in T.Parallel(*state.shape):
+        state[i, j] = state[i, j] * tiles.powers[slot, 3, 0]
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
+    for i, j in T.Parallel(*r.output.shape):
+        r.output[i, j] = r.output[i, j] * tiles.powers[slot, 1, j]
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
+    T.copy(r.value, r.value_io)
+
+
+@T.macro
+def compute_output(z, r, tiles, slot):
+    """The state after the chunk, and its output."""
+    kept = T.alloc_fragment(r.value.shape, z.io)
+    state = r.state[0]
+    for i, j in T.Parallel(*r.value.shape):
+        kept[i, j] = T.cast(r.value[i, j] * tiles.powers[slot, 2, j], z.io)
+    T.wgmma_gemm(kept, tiles.k[slot, :, :], state, policy=T.BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.Aqk[slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
+    T.wait_wgmma(1)  # not across the loop's end, see outputs.compute_output
+    T.warpgroup_fence_operand(state, num_regs=state.shape[1] // 2)
+    T.copy(state, r.state_io)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
+
+
+ROW_PRODUCTS = Products(
+    load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, compute_values, compute_output
+)
+
+
+def build(case: Case, config: GdnRecurrenceConfig) -> Any:
+    """The kernel: states start from those that the caller gives, or from zero."""
+    z, heads, load_state = Sizes(case, config, ROW_PRODUCTS), Heads.of(case.problem), start_from(case.problem)
+    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
+
+    @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
+    def fwd_gdn_recurrence(q, k, v, A, Aqk, powers, h0, segments, chunk_tokens, o, ht, h):
+        blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
+            read = {"q": q, "k": k, "v": v, "A": A, "Aqk": Aqk, "powers": powers, "states": h0}
+            tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}
+            recur(z, load_state, i_block, blocks, SimpleNamespace(**read, **tables, **written, heads=heads))
+
+    return fwd_gdn_recurrence
+
+
+def default(case: Case) -> Config:
+    """64 channels a block, 128 where all heads' blocks of 64 are more than the multiprocessors."""
+    p = case.problem
+    wide = p.HV * (p.V // ROWS) > case.device.num_sms
+    deep = [GdnRecurrenceConfig(BV=2 * ROWS if wide else ROWS, num_stages=stages) for stages in (3, 2)]
+    return first_valid(case, *deep, GdnRecurrenceConfig())
+
+
+def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
+    """q, k, v, what is known of chunks and initial states in; o and final states out."""
+    return recurrence_cost(case, sizes, INPUTS | OUTPUTS)
+
+
+STAGE = Stage(
+    "fwd_gdn_recurrence",
+    INPUTS,
+    OUTPUTS,
+    GdnRecurrenceConfig,
+    build,
+    reference,
+    default,
+    cost,
+    TOLERANCE,
+    depends=("num_sms",),
+)
