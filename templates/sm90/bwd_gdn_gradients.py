@@ -210,7 +210,6 @@ def store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, 
     if i < BT:
         of_all[0] = sums[3, 0, i] + sums[3, 1, i]
         d[0] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
-        d[0] = d[0] - of_all[0]
         if i < ROWS_AT_ONCE:
             of_all[0] = of_all[0] + T.exp2(G[BT - 1]) * parts[i]
         sum_following(d)
@@ -249,21 +248,24 @@ def store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, 
 
 def along(sums: Any, n: int, i: Any) -> Any:
     """The product of a token's q, or k, with its gradient."""
-    of = range(1) if n == 0 else range(1, 4)
+    of = range(1) if n == 0 else range(1, 3)
     return sum(sums[m, w, i] for m in of for w in range(GROUPS))
 
 
 @T.macro
 def store_rows(p, rows, n, x, sums, factor, at, written):
-    """Gradients of q or k, x, less what norms take."""
+    """Gradients of q or k, x, less what norms take, by way of tile n of shared memory, where the rows are."""
     own = HeadRows.of(written, at.start, at.i_hv)
     if p.l2norm:
         for i, c in T.Parallel(*x.shape):
             norm = factor[BY_SUB_CHUNK.row_of(i) + n * BC]
             x[i, c] = x[i, c] - norm * norm * along(sums, n, i) * T.cast(rows[n, i, c], "float32")
+        T.sync_threads()
+    for i, c in T.Parallel(*x.shape):
+        rows[n, i, c] = T.cast(x[i, c], rows.dtype)
     for i, c in T.Parallel(*x.shape):
         if i < at.count:
-            own.rows[i, c] = T.cast(x[i, c], written.dtype)
+            own.rows[i, c] = rows[n, i, c]
 
 
 def build(case: Case, config: GdnGradientsConfig) -> Any:
@@ -363,35 +365,30 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             T.wgmma_gemm(pairs[0, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_row, policy=T.BY_COLUMNS)
             wait_for(of_q, of_row)
-            dot(rows, 0, of_q, sums, 0)
-            dot(rows, 1, of_row, sums, 1)
-            T.sync_threads()
-            written = (dq_part, dk_part) if p.grouped else (dq, dk)
-            store_rows(p, rows, 0, of_q, sums, factor, at, written[0])
 
             of_key = T.alloc_fragment((BT, K), f32)
-            T.wgmma_gemm(pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
-            T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
-            wait_for(of_key)
-            dot(rows, 1, of_key, sums, 2)
-            for i, c in T.Parallel(BT, K):
-                of_key[i, c] = of_key[i, c] + of_row[i, c]
-
-            of_state = T.alloc_fragment((BT, K), f32)
-            parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
             T.ptx_wait_group(0)
             T.fence_proxy_async()
             T.sync_threads()
-            T.wgmma_gemm(value_shared, state, of_state, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
-            wait_for(of_state)
+            T.wgmma_gemm(value_shared, state, of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
+            wait_for(of_key)
             for i, c in T.Parallel(BT, K):
-                of_state[i, c] = of_state[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
-            dot(rows, 1, of_state, sums, 3)
-            for i, c in T.Parallel(BT, K):
-                of_key[i, c] = of_key[i, c] + of_state[i, c]
-            T.sync_threads()
-            store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
+                of_key[i, c] = of_key[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
+            dot(rows, 1, of_key, sums, 3)
+            T.wgmma_gemm(pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            wait_for(of_key)
+            parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
             dot_states(states, at, state, parts)
+            dot(rows, 0, of_q, sums, 0)
+            dot(rows, 1, of_row, sums, 1)
+            dot(rows, 1, of_key, sums, 2)
+            for i, c in T.Parallel(BT, K):
+                of_key[i, c] = of_key[i, c] + of_row[i, c]
+            T.sync_threads()
+            written = (dq_part, dk_part) if p.grouped else (dq, dk)
+            store_rows(p, rows, 0, of_q, sums, factor, at, written[0])
+            store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
             room = T.alloc_shared((4, GROUPS), f32)
             store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part)
 

@@ -12,8 +12,9 @@ the inverse and the order of rows are fwd_prep's.
     load_rows        q and k async, by all
     sum_head_gates   two: a thread a token, from all before
     normalise        four: a sub-chunk's rows each, by mma    q and k have come
-    multiply         a warpgroup 64 rows, by wgmma            norms written
+    issue_pairs      all, by wgmma                            norms written
     store_factors    all
+    store_pairs      all                                      rows have been read
     substitute       two: a thread a column                   pairs written
     store_queries    two more: Aqk to memory                    the same
     invert           four, by mma                             blocks written
@@ -22,7 +23,7 @@ the inverse and the order of rows are fwd_prep's.
     tensor             exponent               dtype   where it lives
     G, up, down        from the chunk's ends  fp32    shared memory
     rows: q, k         none                   bf16    shared memory, as they came, LATER_FIRST
-    both: Aqk above L  none                   fp32    shared memory, BY_SUB_CHUNK
+    both: Aqk above L  none                   fp32    shared memory, BY_SUB_CHUNK, in the place of rows
     inverse            none                   bf16    shared memory
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j) is taken out of the products.
 """
@@ -85,17 +86,21 @@ class GdnPrepConfig(HopperConfig):
 
 
 @T.macro
-def multiply(rows, first, G, factor, b_factor, both):
-    """Pairs of half a chunk, from sub-chunk ``first`` on: rows of Aqk and of L."""
-    BT, f32 = G.shape[0], "float32"
+def issue_pairs(rows, first):
+    """Products of half a chunk, from sub-chunk ``first`` on, on their way: rows of q and k with keys, by sub-chunk."""
+    BT = rows.shape[0] // 2
     top = LATER_FIRST.first_row(first)
-    tiles = [T.alloc_fragment((BT, BC), f32) for _ in range(first + 2)]
+    tiles = [T.alloc_fragment((BT, BC), "float32") for _ in range(first + 2)]
     for a, tile in enumerate(tiles):
         below = LATER_FIRST.first_row(a) + BC
         T.wgmma_gemm(rows[top : top + BT, :], rows[below : below + BC, :], tile, transpose_B=True, clear_accum=True)
-    T.wait_wgmma(0)
-    for tile in tiles:
-        T.warpgroup_fence_operand(tile, num_regs=BC // 2)
+    return tiles
+
+
+@T.macro
+def store_pairs(tiles, first, G, factor, b_factor, both):
+    """Rows of Aqk and of L from such products."""
+    BT = G.shape[0]
     for a, tile in enumerate(tiles):
         for r, c in T.Parallel(BT, BC):
             i, j, k_row = first * BC + BY_SUB_CHUNK.token_of(r), a * BC + c, BY_SUB_CHUNK.is_key(r)
@@ -146,10 +151,16 @@ def prepare(case, x, at, scalars, store, written):
     T.fence_proxy_async()
     T.sync_threads()
 
-    both = T.alloc_shared((2 * BT, BT + 4), f32)
-    for first in (0, NB // 2):
-        multiply(rows, first, G, factor, b_factor, both)
+    halves = [(first, issue_pairs(rows, first)) for first in (0, NB // 2)]
     store(rows, G, factor, at, written)
+    T.wait_wgmma(0)
+    for _, tiles in halves:
+        for tile in tiles:
+            T.warpgroup_fence_operand(tile, num_regs=BC // 2)
+    T.sync_threads()
+    both = T.alloc_shared((2 * BT, BT + 4), f32)  # in the place of rows
+    for first, tiles in halves:
+        store_pairs(tiles, first, G, factor, b_factor, both)
     T.sync_threads()
     store_inverse(both, b_factor, at, written.A, written.Aqk, WARPGROUP)
 

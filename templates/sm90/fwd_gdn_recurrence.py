@@ -122,42 +122,47 @@ def issue_values(z, r, tiles, group, slot):
 
 
 @T.macro
-def finish_values(z, r, tiles, group, slot):
-    """What the inverse is multiplied with, rounded, while S^T Q^T is on its way."""
-    given = T.alloc_fragment(r.value.shape, z.io)
-    T.wgmma_gemm(r.state_io, tiles.q[slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+def take_powers(z, r, tiles, slot, m):
+    """Powers of a chunk's tokens, one a column, to registers before they are waited for."""
+    powers = T.alloc_fragment(r.value.shape, "float32")
     for i, j in T.Parallel(*r.value.shape):
-        given[i, j] = tiles.v[group][slot, j, i]
-    T.wait_wgmma(1)
-    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
-    for i, j in T.Parallel(*r.value.shape):
-        r.value_io[i, j] = T.cast(T.cast(given[i, j], "float32") - r.value[i, j] * tiles.powers[slot, 0, j], z.io)
+        powers[i, j] = tiles.powers[slot, m, j]
+    return powers
 
 
 @T.macro
-def compute_values(z, r, tiles, slot):
-    """V'^T, rounded, while the state decays."""
-    T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+def finish_values(z, r, tiles, group, slot):
+    """What the inverse is multiplied with, rounded."""
+    given = T.alloc_fragment(r.value.shape, z.io)
+    start = take_powers(z, r, tiles, slot, 0)
+    for i, j in T.Parallel(*r.value.shape):
+        given[i, j] = tiles.v[group][slot, j, i]
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
+    for i, j in T.Parallel(*r.value.shape):
+        r.value_io[i, j] = T.cast(T.cast(given[i, j], "float32") - r.value[i, j] * start[i, j], z.io)
+
+
+@T.macro
+def finish_chunk(z, r, tiles, slot):
+    """The state decays while V'^T and S^T Q^T are on their way; the latter is scaled while the state takes values."""
+    kept = T.alloc_fragment(r.value.shape, z.io)  # what of the values the state takes
     state = r.state[0]
+    T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+    T.wgmma_gemm(r.state_io, tiles.q[slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     for i, j in T.Parallel(*state.shape):
         state[i, j] = state[i, j] * tiles.powers[slot, 3, 0]
+    end = take_powers(z, r, tiles, slot, 2)
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
+    for i, j in T.Parallel(*r.value.shape):
+        kept[i, j] = T.cast(r.value[i, j] * end[i, j], z.io)
+    T.wgmma_gemm(kept, tiles.k[slot, :, :], state, policy=T.BY_ROWS)
+    T.copy(r.value, r.value_io)
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.output.shape):
         r.output[i, j] = r.output[i, j] * tiles.powers[slot, 1, j]
-    T.wait_wgmma(0)
-    T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
-    T.copy(r.value, r.value_io)
-
-
-@T.macro
-def compute_output(z, r, tiles, slot):
-    """The state after the chunk, and its output."""
-    kept = T.alloc_fragment(r.value.shape, z.io)
-    state = r.state[0]
-    for i, j in T.Parallel(*r.value.shape):
-        kept[i, j] = T.cast(r.value[i, j] * tiles.powers[slot, 2, j], z.io)
-    T.wgmma_gemm(kept, tiles.k[slot, :, :], state, policy=T.BY_ROWS)
     T.wgmma_gemm(r.value_io, tiles.Aqk[slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
     T.wait_wgmma(1)  # not across the loop's end, see outputs.compute_output
     T.warpgroup_fence_operand(state, num_regs=state.shape[1] // 2)
@@ -166,9 +171,7 @@ def compute_output(z, r, tiles, slot):
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
 
 
-ROW_PRODUCTS = Products(
-    load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, compute_values, compute_output
-)
+ROW_PRODUCTS = Products(load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, finish_chunk)
 
 
 def build(case: Case, config: GdnRecurrenceConfig) -> Any:

@@ -103,8 +103,7 @@ class Products:
     alloc_tiles: Any  # for all that is loaded beside v
     issue_values: Any  # everything that the rounded state is multiplied with at once, on its way
     finish_values: Any  # what the inverse is multiplied with, rounded
-    compute_values: Any  # new values, rounded, and the decayed state
-    compute_output: Any  # the output, the state after the chunk, and its rounded copy
+    finish_chunk: Any  # the output, the state after the chunk, and its rounded copy
 
 
 class Sizes:
@@ -177,6 +176,13 @@ def compute_output(z, r, tiles, rest_slot):
 
 
 @T.macro
+def finish_chunk(z, r, tiles, slot):
+    """Values, state and output."""
+    compute_values(z, r, tiles, slot)
+    compute_output(z, r, tiles, slot)
+
+
+@T.macro
 def finish_rounded(z, r, tiles, group, slot):
     """Values of which nothing is left to do but to round them."""
     finish_values(r.value, r.value_io)
@@ -217,9 +223,7 @@ def alloc_tiles(z):
     return {**factors, "decay": decay_shared, "identity": identity}
 
 
-FACTOR_PRODUCTS = Products(
-    load_first, load_rest, alloc_tiles, issue_values, finish_rounded, compute_values, compute_output
-)
+FACTOR_PRODUCTS = Products(load_first, load_rest, alloc_tiles, issue_values, finish_rounded, finish_chunk)
 
 
 @T.macro
@@ -261,8 +265,7 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
                 first_ring.release(slot)
             if z.config.early:
                 rest_ring.wait(rest_slot, rest_phase)
-            z.products.compute_values(z, r, tiles, rest_slot)
-            z.products.compute_output(z, r, tiles, rest_slot)
+            z.products.finish_chunk(z, r, tiles, rest_slot)
             rest_ring.release(rest_slot)
             step = step + 1
         if p.intermediate_states and not p.final_state:  # or TileLang 0.1.15 wants its barrier where threads diverge
