@@ -1,0 +1,120 @@
+"""Times Gated DeltaNet's pipelines beside each other and FLA: ``python compare_gdn.py OUT.json [--fla]``.
+
+FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
+cold L2, medians of 20 replays. A training step is the forward and all gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tilelang
+import torch
+
+import kda_tl
+from kda_tl.core.device import current_device
+from kda_tl.core.problem import Problem
+from kda_tl.core.stage import Case, Plan
+from kda_tl.reference import relative_error
+from kda_tl.runtime.dispatch import pipeline_defaults
+
+ROWS = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 64, 8192, 1), (2, 8, 32768, 1), (16, 64, 2048, 4), (16, 64, 1024, 8))
+TRAINED = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 32, 32768, 1), (4, 8, 32768, 1))
+PIPELINES = {
+    "fwd": ("gdn_pairs", "gdn_recurrence", "gdn_segments_4", "gdn_segments_8", "staged"),
+    "bwd": ("gdn_scan", "gdn_scan_segments_4", "gdn_scan_segments_8", "staged_backward"),
+}
+
+
+def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan:
+    """The default of a pipeline."""
+    given = {"scalar_gate": True, "gate": "log", "g_dtype": "fp32", "initial_state": True, "final_state": True}
+    problem = Problem(
+        H=H, HV=HV, K=128, V=128, tokens=tokens, operator="chunk_gated_delta_rule", direction=direction, **given
+    )
+    return pipeline_defaults(pipeline, Case(problem=problem, device=current_device(), BT=64, BC=16))
+
+
+def draw(H: int, HV: int, tokens: int, batch: int) -> list[torch.Tensor]:
+    """q, k, v, g, beta and the initial state."""
+    rng = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, device="cuda")
+
+    q, k = (torch.nn.functional.normalize(normal(batch, tokens, H, 128), dim=-1).bfloat16() for _ in range(2))
+    v = normal(batch, tokens, HV, 128).bfloat16()
+    g = torch.nn.functional.logsigmoid(normal(batch, tokens, HV))
+    return [q, k, v, g, normal(batch, tokens, HV).sigmoid().bfloat16(), 0.1 * normal(batch, HV, 128, 128)]
+
+
+def time_us(function: Callable[[], Any], flush: torch.Tensor) -> int:
+    """Median of replays of a CUDA graph, each after the L2 was overwritten."""
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(20)]
+    for start, end in pairs:
+        flush.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return round(1000 * statistics.median(start.elapsed_time(end) for start, end in pairs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--fla", action="store_true", help="FLA too, which compiles for minutes")
+    args = parser.parse_args()
+    operators: dict[str, Callable[..., Any]] = {"kda_tl": kda_tl.chunk_gated_delta_rule}
+    if args.fla:
+        os.environ["FLA_TILELANG"], os.environ["KDA_TL_FLA"] = "0", "0"  # its own kernels, not ours through it
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        operators["FLA"] = chunk_gated_delta_rule
+    versions = {"torch": torch.__version__, "tilelang": tilelang.__version__, "python": platform.python_version()}
+    gpu, today = torch.cuda.get_device_name(), str(datetime.date.today())
+    report: dict[str, Any] = {"gpu": gpu, **versions, "date": today, "about": __doc__, "fwd": [], "train": []}
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    for direction, shapes in (("fwd", ROWS), ("train", TRAINED)):
+        for H, HV, tokens, batch in shapes:
+            x = draw(H, HV, tokens, batch)
+            leaves = [y.requires_grad_(direction == "train") for y in x]
+            seeds = [torch.randn_like(x[2]), 0.1 * torch.randn_like(x[5])]
+
+            def call(operator: Callable[..., Any], x: list[Any] = x) -> Any:
+                return operator(*x[:5], initial_state=x[5], output_final_state=True)
+
+            def step(operator: Callable[..., Any], leaves: list[Any] = leaves, seeds: list[Any] = seeds) -> Any:
+                return torch.autograd.grad(list(call(operator, leaves)), leaves, seeds)
+
+            run = call if direction == "fwd" else step
+            row: dict[str, Any] = {"H": H, "HV": HV, "tokens": tokens, "batch": batch}
+            found = {}
+            for name in PIPELINES["fwd" if direction == "fwd" else "bwd"]:
+                plan = plan_of(H, HV, tokens * batch, "fwd" if direction == "fwd" else "bwd", name)
+                with kda_tl.pin(plan):
+                    found[name] = [y.double() for y in run(operators["kda_tl"])]
+                    row[name] = time_us(lambda run=run: run(operators["kda_tl"]), flush)
+            first, *_, staged = found.values()
+            row["difference"] = max(relative_error(a, b) for a, b in zip(first, staged, strict=True))
+            if args.fla:
+                row["FLA"] = time_us(lambda run=run: run(operators["FLA"]), flush)
+            report[direction].append(row)
+            print(row, flush=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
