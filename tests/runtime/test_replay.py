@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.cases import KDA, SMALL, bounds_of, draw_backward, draw_call, draw_lengths, draw_problem
+from support.cases import SMALL, bounds_of, draw_backward, draw_call, draw_lengths, draw_problem, family_of
 from support.launches import run_references
 
 from kda_tl.core.device import cpu_device
@@ -135,13 +135,13 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
     """From a forward's replay into the backward's: the bits of a backward that makes them itself."""
     rng = random.Random(seed)
     staged, residuals = backward.name == "staged_backward", backward.residuals
-    forward = PIPELINES["staged" if staged else "prep_recurrence"]
-    assert [p for p in PIPELINES.values() if p.direction == "fwd" and backward.finds_residuals(p)] == [
-        p for p in PIPELINES.values() if p.direction == "fwd" and p.name.startswith("staged" if staged else "prep")
-    ]
+    maker = "fwd_gate" if staged else "fwd_gdn_prep" if backward.name.startswith("gdn") else "fwd_prep"
+    makes = [p for p in PIPELINES.values() if p.direction == "fwd" and maker in [stage.name for stage in p.stages]]
+    assert [p for p in PIPELINES.values() if p.direction == "fwd" and backward.finds_residuals(p)] == makes
+    forward = makes[0]
     makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(residuals)}
     for n in range(4 if staged else 2):
-        call = draw_backward(draw_call(draw_problem(rng, **({} if staged else KDA)), draw_lengths(rng), seed + n), seed)
+        call = draw_backward(draw_call(draw_problem(rng, **({} if staged else family_of(backward.name))), draw_lengths(rng), seed + n), seed)
         case = call.case(CPU, 32, 16)
         layout = make_layout(call.bounds, 32, WHERE, backward.segments)
         sizes = layout.sizes
