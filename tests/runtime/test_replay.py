@@ -141,7 +141,8 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
     forward = makes[0]
     makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(residuals)}
     for n in range(4 if staged else 2):
-        call = draw_backward(draw_call(draw_problem(rng, **({} if staged else family_of(backward.name))), draw_lengths(rng), seed + n), seed)
+        problem = draw_problem(rng, **({} if staged else family_of(backward.name)))
+        call = draw_backward(draw_call(problem, draw_lengths(rng), seed + n), seed)
         case = call.case(CPU, 32, 16)
         layout = make_layout(call.bounds, 32, WHERE, backward.segments)
         sizes = layout.sizes
