@@ -60,6 +60,7 @@ def train(rank: int, seed: int, folder: str) -> None:
         layer = Layer(disable_recompute)
         found.append(gradients(DistributedDataParallel(layer), layer, seed + rank))
     torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()  # a rank that leaves while another still talks to it may abort as it ends
     torch.distributed.destroy_process_group()
 
 
