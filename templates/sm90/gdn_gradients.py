@@ -1,0 +1,190 @@
+"""Parts of bwd_gdn_gradients: pairs of rows, products of rows with their gradients, and the end of all gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kda_tl.templates.common.heads import HeadRows
+from kda_tl.templates.common.language import T
+from kda_tl.templates.common.slopes import Slopes
+from kda_tl.templates.sm90.gradients import ASYNC
+from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
+from kda_tl.templates.sm90.warp import sum_following, sum_warp
+
+GROUPS = 2  # warpgroups, which have half of the channels each
+ROWS_AT_ONCE = 16  # of a state that is read again
+
+
+def at_q(i: Any) -> Any:
+    """Where the norm of q of a token lies."""
+    return BY_SUB_CHUNK.row_of(i)
+
+
+def at_k(i: Any) -> Any:
+    """Where that of k lies."""
+    return BY_SUB_CHUNK.row_of(i) + BC
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Rows of q and of k, one tile after the other, as rows in the order BY_SUB_CHUNK."""
+
+    tile: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and channels."""
+        return self.tile.shape[0] * self.tile.shape[1], self.tile.shape[2]
+
+    @property
+    def dtype(self) -> Any:
+        """Of the elements."""
+        return self.tile.dtype
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        r, c = at
+        return self.tile[BY_SUB_CHUNK.is_key(r), BY_SUB_CHUNK.token_of(r), c]
+
+
+@T.macro
+def issue_rows(x, start, count, i_head, rows, n):
+    """A chunk's rows on their way to tile n; 0 past the end."""
+    own = HeadRows.of(x, start, i_head)
+    for i, j in T.Parallel(*rows.shape[1:], annotations=ASYNC):
+        rows[n, i, j] = T.if_then_else(i < count, own.rows[i, j], 0)
+
+
+@T.macro
+def multiply_values(outer, value_shared, G, factor, scale, db):
+    """P and R, rounded, from products of dO and dX with all values; that of dX with its own value goes to db."""
+    BT, f32 = G.shape[0], "float32"
+    of_q = T.alloc_fragment((BT, BT), f32)
+    of_k = T.alloc_fragment((BT, BT), f32)
+    pairs = [T.alloc_fragment((BT, BT), outer.dtype) for _ in range(2)]
+    T.wgmma_gemm(outer[0, :, :], value_shared, of_q, clear_accum=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(outer[1, :, :], value_shared, of_k, clear_accum=True, policy=T.BY_COLUMNS)
+    wait_for(of_q, of_k)
+    for i, j in T.Parallel(BT, BT):
+        if i == j:
+            db[i] = of_k[i, j]
+    for i, j in T.Parallel(BT, BT):
+        decay = T.if_then_else(i >= j, T.exp2(G[i] - G[j]), 0.0)
+        pairs[0][i, j] = T.cast(of_q[i, j] * (scale * factor[at_q(i)] * factor[at_k(j)]) * decay, outer.dtype)
+    for i, j in T.Parallel(BT, BT):
+        decay = T.if_then_else(i > j, T.exp2(G[i] - G[j]), 0.0)
+        pairs[1][i, j] = T.cast(of_k[i, j] * (-factor[at_k(i)] * factor[at_k(j)]) * decay, outer.dtype)
+    return pairs
+
+
+@T.macro
+def wait_for(*tiles):
+    """The end of all products, whose results are read next."""
+    T.wait_wgmma(0)
+    for tile in tiles:
+        T.warpgroup_fence_operand(tile, num_regs=tile.shape[0] * tile.shape[1] // (128 * GROUPS))
+
+
+@T.macro
+def dot(rows, n, x, sums, m):
+    """Products of rows of tile n and of x, to sums[m], those of a warpgroup's channels each."""
+    BT, KP = x.shape
+    product = T.alloc_fragment((GROUPS, BT, KP // GROUPS), "float32")
+    total = T.alloc_fragment((GROUPS, BT), "float32")
+    for w, i, c in T.Parallel(GROUPS, BT, KP // GROUPS):
+        own = T.cast(rows[n, i, w * (KP // GROUPS) + c], "float32")
+        product[w, i, c] = own * x[i, w * (KP // GROUPS) + c]
+    T.reduce_sum(product, total, dim=2)
+    for w, i in T.Parallel(GROUPS, BT):
+        sums[m, w, i] = total[w, i]
+
+
+@T.macro
+def dot_states(states, at, dstate_shared, parts):
+    """The product of a chunk's state, read again, with its gradient, in parts."""
+    V, KP = dstate_shared.shape
+    own = T.alloc_fragment((ROWS_AT_ONCE, KP), dstate_shared.dtype)
+    product = T.alloc_fragment((ROWS_AT_ONCE, KP), "float32")
+    total = T.alloc_fragment((ROWS_AT_ONCE,), "float32")
+    T.clear(product)
+    for n in T.serial(V // ROWS_AT_ONCE):
+        for s, j in T.Parallel(ROWS_AT_ONCE, KP):
+            own[s, j] = states[at.i_t, at.i_hv, n * ROWS_AT_ONCE + s, j]
+        for s, j in T.Parallel(ROWS_AT_ONCE, KP):
+            gradient = T.cast(dstate_shared[n * ROWS_AT_ONCE + s, j], "float32")
+            product[s, j] = product[s, j] + T.cast(own[s, j], "float32") * gradient
+    T.reduce_sum(product, total, dim=1)
+    for s in T.Parallel(ROWS_AT_ONCE):
+        parts[s] = total[s]
+
+
+@T.macro
+def store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part):
+    """Gradients of the raw gate, and the chunk's part of those of its parameters, a thread a token.
+
+    The gradient of a decay is that of G summed from its token to the chunk's end, where states add theirs. ``sums`` are
+    products of q, of k as rows, of k as keys, and of k with what states give them; ``room`` is shared memory.
+    """
+    BT, i, f32 = G.shape[0], T.get_thread_binding(), "float32"
+    slopes = Slopes(p, fast=True)
+    d = T.alloc_local((1,), f32)
+    of_all = T.alloc_local((2,), f32)  # what states add; then of A_log and dt_bias
+    if i < BT:
+        of_all[0] = sums[3, 0, i] + sums[3, 1, i]
+        d[0] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
+        if i < ROWS_AT_ONCE:
+            of_all[0] = of_all[0] + T.exp2(G[BT - 1]) * parts[i]
+        sum_following(d)
+        sum_warp(of_all, 0)
+        if i % 32 == 0:
+            room[0, i // 32] = d[0]
+            room[1, i // 32] = of_all[0]
+    T.sync_threads()
+    if i < BT:
+        d[0] = d[0] + room[1, 0] + room[1, 1] + T.if_then_else(i < 32, room[0, 1], 0.0)
+        d[0] = T.if_then_else(i < at.count, d[0], 0.0)
+        if p.gate != "log":
+            rate = T.exp(A_log[at.i_hv]) if p.has_A_log else 1.0
+            x = T.cast(T.if_then_else(i < at.count, g[at.start + i, at.i_hv, 0], 0), f32)
+            if p.has_dt_bias:
+                x = x + dt_bias[at.i_hv, 0]
+            of_all[1] = d[0] * slopes.gate(x, rate, lower_bound)
+            of_all[0] = slopes.A_log(x, rate, of_all[1] if p.gate == "safe" else d[0])
+            d[0] = of_all[1]
+            for n in range(2):
+                sum_warp(of_all, n)
+        else:
+            T.clear(of_all)
+        if i < at.count:
+            dg[at.start + i, at.i_hv, 0] = T.cast(d[0], dg.dtype)
+        if i % 32 == 0:
+            room[2, i // 32] = of_all[0]
+            room[3, i // 32] = of_all[1]
+    T.sync_threads()
+    if i == 0:
+        if p.has_A_log:
+            dA_log_part[at.i_t, at.i_hv] = room[2, 0] + room[2, 1]
+        if p.has_dt_bias:
+            ddt_bias_part[at.i_t, at.i_hv, 0] = room[3, 0] + room[3, 1]
+
+
+def along(sums: Any, n: int, i: Any) -> Any:
+    """The product of a token's q, or k, with its gradient."""
+    of = range(1) if n == 0 else range(1, 3)
+    return sum(sums[m, w, i] for m in of for w in range(GROUPS))
+
+
+@T.macro
+def store_rows(p, rows, n, x, sums, factor, at, written):
+    """Gradients of q or k, x, less what norms take, by way of tile n of shared memory, where the rows are."""
+    own = HeadRows.of(written, at.start, at.i_hv)
+    if p.l2norm:
+        for i, c in T.Parallel(*x.shape):
+            norm = factor[BY_SUB_CHUNK.row_of(i) + n * BC]
+            x[i, c] = x[i, c] - norm * norm * along(sums, n, i) * T.cast(rows[n, i, c], "float32")
+        T.sync_threads()
+    for i, c in T.Parallel(*x.shape):
+        rows[n, i, c] = T.cast(x[i, c], rows.dtype)
+    for i, c in T.Parallel(*x.shape):
+        if i < at.count:
+            own.rows[i, c] = rows[n, i, c]
