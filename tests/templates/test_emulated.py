@@ -53,6 +53,8 @@ def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: in
     """Of a gate that is drawn: slow over a whole chunk, and, if unbounded, further in one than anchors can follow."""
     rng, stage, pipeline = random.Random(seed), templates.load(name), PIPELINES[EMULATED[name]]
     given = {**family_of(name), "dtype": "bf16", "final_state": True, "K": 64, "V": 64}
+    if H != HV:  # what else is drawn, and without a state or a norm a sign in its terms is not seen
+        given |= {"initial_state": True, "l2norm": True}
     gate = random_of_run(f"gate of {name}").choice(OPERATORS[given.get("operator", "chunk_kda")].gates)
     problem = draw_problem(rng, gate=gate, H=H, HV=HV, intermediate_states=False, **given)
     call = draw_call(problem, LENGTHS, seed)
