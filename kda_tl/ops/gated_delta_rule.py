@@ -41,9 +41,11 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated DeltaNet over whole sequences, chunk by chunk: one gate a value head.
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale * S_t^T q_t
@@ -67,11 +69,14 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: log decay = -exp(A_log) * softplus(g + dt_bias).
         A_log: [HV] float, needed by ``use_gate_in_kernel``.
         dt_bias: [HV] float, zero unless given.
+        disable_recompute: keep the intermediates of the forward for the backward, as :func:`kda_tl.chunk_kda` does.
+        return_intermediate_states: also return the state before each chunk, as :func:`kda_tl.chunk_kda` does.
         chunk_size: tokens a chunk, 16, 32 or 64; the plan decides unless given.
         transpose_state_layout: old name of ``state_v_first``.
 
     Returns:
-        (o, final_state). o: [B, T, HV, V], dtype of q. final_state: fp32, of the shape of initial_state, or None.
+        (o, final_state), and the intermediate states third if asked for, [B, chunks, HV, K, V] in the dtype of q.
+        o: [B, T, HV, V], dtype of q. final_state: fp32, of the shape of initial_state, or None.
 
     What :func:`kda_tl.chunk_kda` says of tensors that are not plain, of autocast and of a NaN holds here too.
 

@@ -79,6 +79,26 @@ def test_both_passes_equal_the_recurrence(name: str, gate: str, wide: bool, seed
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", load_all())
+def test_what_is_kept_and_states_between_chunks(name: str, seed: int) -> None:
+    """The same gradients from what the forward keeps, in a call that returns the states before its chunks too."""
+    operator = load_all()[name]
+    problem = replace(draw_served(operator, "softplus"), intermediate_states=True, initial_state=True)
+    call = draw_backward(draw_call(problem, (70, 0, 20), seed, varlen=True), seed)
+    arguments = operator_arguments(call) | {"chunk_size": 32, "return_intermediate_states": True}
+    leaves = {n: x.requires_grad_() for n in operator.tensors if (x := arguments.get(n)) is not None}
+    found = []
+    for keep in (False, True):
+        o, ht, h = operator.call(**arguments, disable_recompute=keep)
+        held = sum(x is not None for x in o.grad_fn.saved_tensors)
+        found.append((held, *torch.autograd.grad(o, list(leaves.values()), call.x["do"].float().view(o.shape))))
+        truth_o, _, truth_h = call.truth(32)
+        assert relative_error(o[0], truth_o) < 5e-5 and relative_error(h[0], truth_h) < 5e-5
+    assert found[0][0] < found[1][0], "nothing more is kept"
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
+
+
+@needs_compiler
 def test_gated_delta_rule_is_its_formula(seed: int) -> None:
     """The docstring's, token by token, of heads that share keys."""
     rng = torch.Generator().manual_seed(seed)
