@@ -19,6 +19,7 @@ from kda_tl.templates.portable import (
 )
 from kda_tl.templates.sm90 import (
     bwd_gdn_gradients,
+    bwd_gdn_scan,
     bwd_gradients,
     bwd_heads,
     bwd_merge,
@@ -57,6 +58,7 @@ _SUMS = (bwd_heads.STAGE, bwd_reduce.STAGE)
 _GRADIENTS = (bwd_gradients.STAGE, *_SUMS)
 _GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
+_PAIRS = tuple(fwd_gdn_pairs.STAGE.outputs)
 _SEGMENTS = (4, 8, 16)
 
 PIPELINES: dict[str, Pipeline] = {
@@ -74,7 +76,7 @@ PIPELINES: dict[str, Pipeline] = {
             Pipeline(f"prep_scan_segments_{n}", "bwd", (*_CUT, *_CUT_BACK, *_GRADIENTS), _PREPARED, segments=n)
             for n in _SEGMENTS
         ),
-        Pipeline("gdn_scan", "bwd", (fwd_gdn_prep.STAGE, bwd_scan.STAGE, *_GRADIENTS_GDN), _PREPARED),
+        Pipeline("gdn_scan", "bwd", (fwd_gdn_pairs.STAGE, bwd_gdn_scan.STAGE, *_GRADIENTS_GDN), _PAIRS),
         *(
             Pipeline(f"gdn_scan_segments_{n}", "bwd", (*_CUT_GDN, *_CUT_BACK, *_GRADIENTS_GDN), _PREPARED, segments=n)
             for n in _SEGMENTS

@@ -137,6 +137,9 @@ def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callabl
         case: what the kernel is built for.
         tensors: specs by name. ``do`` is a word of C, and its parameter is ``d_o``.
         dynamic: sizes known at the launch, by name; those of a spec's that are not here are named by the spec.
+
+    Raises:
+        TypeError: the parameters do not begin with the tensors in the order of their specs, in which they are launched.
     """
     p, sizes = case.problem, {**built_sizes(case), **dynamic}
 
@@ -153,10 +156,10 @@ def prim_func(case: Case, tensors: Mapping[str, str], **dynamic: Any) -> Callabl
 
     def make(function: Callable[..., None]) -> Any:
         specs = {"d_o" if name == "do" else name: TensorSpec.parse(text) for name, text in tensors.items()}
-        function.__annotations__ = {
-            name: annotate(specs[name]) if name in specs else T.float32
-            for name in inspect.signature(function).parameters
-        }
+        names = list(inspect.signature(function).parameters)
+        if names[: len(specs)] != list(specs):
+            raise TypeError(f"{function.__name__} takes {', '.join(names)}, but is launched with {', '.join(specs)}")
+        function.__annotations__ = {name: annotate(specs[name]) if name in specs else T.float32 for name in names}
         return T.prim_func(function)
 
     return make

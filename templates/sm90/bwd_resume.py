@@ -22,6 +22,7 @@ from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
 from kda_tl.templates.sm90.recurrence import TOLERANCE, WARPGROUP
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, scan, scan_cost, scan_reference
+from kda_tl.templates.sm90.walk import FACTOR_PRODUCTS
 
 INPUTS = {
     "v": "tokens HV V : io",
@@ -64,7 +65,7 @@ def build(case: Case, config: ScanConfig) -> Any:
             read = {"v": v, "d_o": d_o, "starts": starts, "ends": ends, "segments": segments}
             written = {"values": values, "states": states, "dv": dv, "dstates": dstates, "dh0": dh0}
             x = SimpleNamespace(**factors, **read, chunk_tokens=chunk_tokens, **written)
-            scan(case, config, load_state, REGISTERS, True, i_block, NS, heads.HV, x)
+            scan(case, config, FACTOR_PRODUCTS, load_state, REGISTERS, True, i_block, NS, heads.HV, x)
 
     return bwd_resume
 

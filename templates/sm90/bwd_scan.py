@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
@@ -23,6 +24,7 @@ from kda_tl.templates.common.tile import at_state, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES
 from kda_tl.templates.sm90.recurrence import ROWS, TOLERANCE, WARPGROUP, read_state
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, scan, scan_cost, scan_reference
+from kda_tl.templates.sm90.walk import FACTOR_PRODUCTS
 
 INPUTS = {
     "v": "tokens HV V : io",
@@ -45,11 +47,8 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 REGISTERS = (232, 40)
 
 
-def build(case: Case, config: ScanConfig) -> Any:
-    """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
-    p = case.problem
-    VB, heads = p.V // config.BV, Heads.of(p)
-    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
+def start_from(p: Problem) -> Any:
+    """A macro that reads states, or their gradients, that the caller gives; zero where there are none."""
 
     @T.macro
     def load_state(state, given, there, w):
@@ -58,6 +57,15 @@ def build(case: Case, config: ScanConfig) -> Any:
                 state[i, j] = T.if_then_else(j < p.K, given[at_state(p, w.i_n, w.i_h, j, w.v0 + i)], 0.0)
         else:
             T.clear(state)
+
+    return load_state
+
+
+def build(case: Case, config: ScanConfig) -> Any:
+    """The kernel: one thread block a (direction, sequence, value head, BV channels)."""
+    p = case.problem
+    VB, heads, load_state = p.V // config.BV, Heads.of(p), start_from(p)
+    NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def bwd_scan(
@@ -68,7 +76,7 @@ def build(case: Case, config: ScanConfig) -> Any:
             read = {"v": v, "d_o": d_o, "starts": h0, "ends": dht, "segments": segments}
             written = {"values": values, "states": states, "dv": dv, "dstates": dstates, "dh0": dh0}
             x = SimpleNamespace(**factors, **read, chunk_tokens=chunk_tokens, **written)
-            scan(case, config, load_state, REGISTERS, False, i_block, NS, heads.HV, x)
+            scan(case, config, FACTOR_PRODUCTS, load_state, REGISTERS, False, i_block, NS, heads.HV, x)
 
     return bwd_scan
 

@@ -33,7 +33,14 @@ from kda_tl.templates.sm90.recurrence import (
     store_constants,
 )
 from kda_tl.templates.sm90.ring import Ring
-from kda_tl.templates.sm90.walk import Walk, alloc_tiles, load_backwards, step_back_reference, walk_backwards
+from kda_tl.templates.sm90.walk import (
+    FACTOR_PRODUCTS,
+    Walk,
+    alloc_tiles,
+    load_backwards,
+    step_back_reference,
+    walk_backwards,
+)
 
 WALKED = {"do": "tokens HV V : io", **FACTORS}
 INPUTS = {**WALKED, "dht": "N HV K V : f32 ? final_state", **TABLES}
@@ -105,14 +112,14 @@ def build(case: Case, config: BwdSegmentConfig) -> Any:
             ring = Ring(full, empty)
             if thread < consumers:
                 T.set_max_nreg(REGISTERS, 1)
-                state = walk_backwards(case, config, load_state, dht, tiles, ring, w, None)
+                state = walk_backwards(case, config, FACTOR_PRODUCTS, load_state, dht, tiles, ring, w, None)
                 for i, j in T.Parallel(BV, KP):
                     dlocal[i_s, i_h, v0 + i, j] = state[i, j]
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:
                     x = SimpleNamespace(d_o=d_o, A=A, Aqk=Aqk, k_neg=k_neg, qg=qg, kg=kg, decay=decay)
-                    load_backwards(case, x, tiles, ring, w)
+                    load_backwards(case, FACTOR_PRODUCTS, x, tiles, ring, w)
 
     return bwd_segment
 

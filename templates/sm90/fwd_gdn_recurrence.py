@@ -3,15 +3,13 @@
     V'^T = (V^T - (S^T K^T) diag(rk 2^G)) A^T           O^T = (S^T Q^T) diag(scale rq 2^G) + V'^T Aqk^T
     S^T <- 2^G_last S^T + (V'^T diag(rk 2^(G_last - G))) K
 
-This is fwd_recurrence for a gate that all channels of a value head share. Its powers, a number a token, multiply
-columns of what products leave in registers: so the matrix unit reads rows as they came, and value heads find those that
-they share in the L2. K serves two products. Roles and loops are fwd_recurrence's; what differs is below.
+This is fwd_recurrence for a gate that all channels of a value head share; the diagonal factors are the powers of
+fwd_gdn_pairs, see powers. K serves two products. Roles and loops are fwd_recurrence's; what differs is below.
 
     slot of the one ring    v, q, k, A, Aqk, powers
     V^T                     read from shared memory by the threads that hold the values' columns
 
-Source: Gated Delta Networks, arXiv:2412.06464, section 3.3, in the form of fwd_recurrence; powers are those of
-fwd_gdn_pairs.
+Source: Gated Delta Networks, arXiv:2412.06464, section 3.3, in the form of fwd_recurrence.
 """
 
 from collections.abc import Mapping
@@ -22,14 +20,14 @@ from typing import Any, ClassVar
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.chunks import share_heads, split_chunks
 from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_recurrence
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, start_from
 from kda_tl.templates.sm90.hopper import PAIRS, TABLES
-from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur
+from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur, states_bytes
+from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, QUERY, START, make_factors, reject_rows, take_powers
 from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
     ROWS,
@@ -41,8 +39,7 @@ from kda_tl.templates.sm90.recurrence import (
 )
 
 INPUTS = {
-    "q": "tokens H K : io",
-    "k": "tokens H K : io",
+    **GIVEN_ROWS,
     "v": "tokens HV V : io",
     **PAIRS,
     "h0": "N HV K V : f32 ? initial_state",
@@ -52,11 +49,7 @@ INPUTS = {
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of powers: fwd_recurrence's, of factors made from rows and powers."""
-    p, dtype = case.problem, x.powers.dtype
-    q, k = (share_heads(split_chunks(y.to(dtype), x.chunk_tokens, case.BT, width=p.KP), p.group) for y in (x.q, x.k))
-    start, query, end, decay = (y[..., None] for y in x.powers.unbind(2))
-    factors = {"k_neg": -start * k, "qg": query * q, "kg": end * k, "decay": decay[:, :, 0].expand(-1, -1, p.KP)}
-    return fwd_recurrence.reference(case, Operands(**{**vars(x), **factors}))
+    return fwd_recurrence.reference(case, make_factors(case, x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +60,18 @@ class GdnRecurrenceConfig(RecurrenceConfig):
 
     def reject(self, case: Case) -> str | None:
         """As the base, and channels that lie in whole tiles, since the caller's rows are not padded."""
-        p = case.problem
-        if reason := super().reject(case):
-            return reason
-        if not p.scalar_gate or p.rank > 1:
-            return "it takes one gate a head and one row a token"
-        if p.K != p.KP:
-            return f"K={p.K} is not {' or '.join(map(str, self.WIDTHS))} channels, which its tiles are"
-        return None
+        return super().reject(case) or reject_rows(case, self.WIDTHS)
 
     def rest_stages(self, case: Case) -> int:
         """Chunks of which all is loaded ahead."""
         return self.num_stages
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, the output's, and two barriers a stage."""
+        """The tiles of every stage, the output's, that of states between chunks, and two barriers a stage."""
         BT, K = case.BT, case.problem.K
         stage = BT * (self.BV + 2 * BT + 2 * K) * 2 + 4 * BT * 4 + 16
-        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2
+        output = BT * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2
+        return self.num_stages * stage + output + states_bytes(case, self.BV)
 
 
 @T.macro
@@ -122,19 +109,10 @@ def issue_values(z, r, tiles, group, slot):
 
 
 @T.macro
-def take_powers(z, r, tiles, slot, m):
-    """Powers of a chunk's tokens, one a column, to registers before they are waited for."""
-    powers = T.alloc_fragment(r.value.shape, "float32")
-    for i, j in T.Parallel(*r.value.shape):
-        powers[i, j] = tiles.powers[slot, m, j]
-    return powers
-
-
-@T.macro
 def finish_values(z, r, tiles, group, slot):
     """What the inverse is multiplied with, rounded."""
     given = T.alloc_fragment(r.value.shape, z.io)
-    start = take_powers(z, r, tiles, slot, 0)
+    start = take_powers(r.value, tiles.powers, slot, START)
     for i, j in T.Parallel(*r.value.shape):
         given[i, j] = tiles.v[group][slot, j, i]
     T.wait_wgmma(0)
@@ -151,8 +129,8 @@ def finish_chunk(z, r, tiles, slot):
     T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     T.wgmma_gemm(r.state_io, tiles.q[slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     for i, j in T.Parallel(*state.shape):
-        state[i, j] = state[i, j] * tiles.powers[slot, 3, 0]
-    end = take_powers(z, r, tiles, slot, 2)
+        state[i, j] = state[i, j] * tiles.powers[slot, LAST, 0]
+    end = take_powers(r.value, tiles.powers, slot, END)
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.value.shape):
@@ -162,7 +140,7 @@ def finish_chunk(z, r, tiles, slot):
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.output.shape):
-        r.output[i, j] = r.output[i, j] * tiles.powers[slot, 1, j]
+        r.output[i, j] = r.output[i, j] * tiles.powers[slot, QUERY, j]
     T.wgmma_gemm(r.value_io, tiles.Aqk[slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
     T.wait_wgmma(1)  # not across the loop's end, see outputs.compute_output
     T.warpgroup_fence_operand(state, num_regs=state.shape[1] // 2)

@@ -73,6 +73,11 @@ def part_width(KP: int) -> int:
     return KP if KP <= WIDEST else PART
 
 
+def states_bytes(case: Case, BV: int) -> int:
+    """Of the tile that transposes states between chunks, if they are asked for."""
+    return part_width(case.problem.KP) * (BV + OUTPUT_PAD * BV // ROWS) * 2 * case.problem.intermediate_states
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig(RecurrenceConfig):
     """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; early:
@@ -90,7 +95,7 @@ class OutputConfig(RecurrenceConfig):
         """The same without what is not loaded ahead, and a tile for the states between chunks if they are asked for."""
         BT, KP = case.BT, case.problem.KP
         rest = BT * (2 * BT + KP) * 2 + KP * 4
-        states = part_width(KP) * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2 * case.problem.intermediate_states
+        states = states_bytes(case, self.BV)
         return super().smem_bytes(case) - (self.num_stages - self.rest_stages(case)) * rest + states
 
 

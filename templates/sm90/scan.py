@@ -1,4 +1,4 @@
-"""Scans in both directions on Hopper: the body of bwd_scan and bwd_resume. See bwd_scan for the formulas.
+"""Scans in both directions on Hopper: the body of bwd_scan, bwd_gdn_scan and bwd_resume. See bwd_scan for the formulas.
 
 The two directions are two halves of one grid; what they pass through goes to memory a chunk at a time, by way of shared
 memory. Roles, rings and tiles are those of walk.py, which walks back; the walk forwards holds S^T and V'^T, reads
@@ -22,8 +22,6 @@ from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     RecurrenceConfig,
     find_chunks,
-    finish_values,
-    issue_transposed,
     layout_lower,
     step_reference,
     store_constants,
@@ -31,10 +29,8 @@ from kda_tl.templates.sm90.recurrence import (
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.walk import (
     Walk,
-    alloc_tiles,
-    decay_state,
+    alloc_registers,
     load_backwards,
-    load_chunk,
     step_back_reference,
     store_tiles,
     walk_backwards,
@@ -86,40 +82,32 @@ def scan_reference(
 
 
 @T.macro
-def load_forwards(case, x, tiles, ring, w):
+def load_forwards(case, products, x, tiles, ring, w):
     """Producer: the chunks of a segment from the first to the last."""
     for c in T.serial(w.chunks):
         row = w.start + c * case.BT
-        load_chunk(x.v, x, tiles, ring, c, w.first + c, row, w, False)
+        products.load_chunk(x.v, x, tiles, ring, c, w.first + c, row, w, False)
 
 
 @T.macro
-def walk_forwards(case, config, load_state, starts, tiles, ring, w, kept):
+def walk_forwards(case, config, products, load_state, starts, tiles, ring, w, kept):
     """Consumer: values and states from the first chunk to the last; arguments as of :func:`walk_backwards`."""
-    p, BT, BV = case.problem, case.BT, config.BV
-    io, f32 = TL_DTYPE[p.dtype], "float32"
-    state = T.alloc_fragment((BV, p.KP), f32)
-    state_io = T.alloc_fragment((BV, p.KP), io)
-    value = T.alloc_fragment((BV, BT), f32)
-    value_io = T.alloc_fragment((BV, BT), io)
-    load_state(state, starts, p.initial_state, w)
-    T.copy(state, state_io)
+    p = case.problem
+    r = alloc_registers(case, config)
+    load_state(r.state, starts, p.initial_state, w)
+    T.copy(r.state, r.state_io)
     for c in T.serial(w.chunks):
         slot, phase = ring.place_to_read(c)
         ring.wait(slot, phase)
-        issue_transposed(tiles.x, tiles.Aqk[0, :, :], slot, value)
-        T.wgmma_gemm(state_io, tiles.k_neg[slot, :, :], value, transpose_B=True, policy=T.BY_ROWS)
-        finish_values(value, value_io)
-        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
-        decay_state(state, tiles.decay, slot)
-        finish_values(value, value_io)
-        T.wgmma_gemm(value_io, tiles.kg[slot, :, :], state, policy=T.BY_ROWS)
+        products.find_values(r, tiles, slot)
+        T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+        products.take_values(r, tiles, slot)
         stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
-        store_tiles((state_io, value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
+        store_tiles((r.state_io, r.value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
         T.wait_wgmma(0)
-        T.warpgroup_fence_operand(state, num_regs=p.KP // 2)
+        T.warpgroup_fence_operand(r.state, num_regs=p.KP // 2)
         ring.release(slot)
-        T.copy(state, state_io)
+        T.copy(r.state, r.state_io)
     T.tma_store_wait(0)
 
 
@@ -133,12 +121,13 @@ def store_gradient(p, state, dh0, cut, w):
 
 
 @T.macro
-def scan(case, config, load_state, registers, cut, i_block, NS, HV, x):
+def scan(case, config, products, load_state, registers, cut, i_block, NS, HV, x):
     """A kernel's body: a block takes one direction of a (segment, value head, BV rows), backwards in the first half.
 
     Args:
         case: what the kernel is built for.
         config: of the stage.
+        products: see :class:`kda_tl.templates.sm90.walk.Products`.
         load_state: as of :func:`walk_backwards`, of states and of their gradients.
         registers: of a thread that multiplies, and of one that loads.
         cut: whether segments may be parts of a sequence.
@@ -154,7 +143,7 @@ def scan(case, config, load_state, registers, cut, i_block, NS, HV, x):
     v0 = i_v * BV
     first, chunks, start, end = find_chunks(x.segments, x.chunk_tokens, i_s)
     i_n = x.segments[i_s, 2]
-    tiles = alloc_tiles(case, config)  # forwards, the first slot of Aqk is the identity
+    tiles = products.alloc_tiles(case, config)  # forwards, the first slot of Aqk is the identity
     state_shared = T.alloc_shared((BV, KP), io)
     value_shared = T.alloc_shared((BV, BT), io)
     dv_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
@@ -173,18 +162,18 @@ def scan(case, config, load_state, registers, cut, i_block, NS, HV, x):
         T.set_max_nreg(registers[0], 1)
         if back:
             kept = SimpleNamespace(state=x.dstates, value=x.dv, state_shared=state_shared, value_shared=dv_shared)
-            state = walk_backwards(case, config, load_state, x.ends, tiles, ring, w, kept)
+            state = walk_backwards(case, config, products, load_state, x.ends, tiles, ring, w, kept)
             store_gradient(p, state, x.dh0, cut, w)
         else:
             kept = SimpleNamespace(state=x.states, value=x.values, state_shared=state_shared, value_shared=value_shared)
-            walk_forwards(case, config, load_state, x.starts, tiles, ring, w, kept)
+            walk_forwards(case, config, products, load_state, x.starts, tiles, ring, w, kept)
     else:
         T.set_max_nreg(registers[1], 0)
         if thread < consumers + PRODUCER:
             if back:
-                load_backwards(case, x, tiles, ring, w)
+                load_backwards(case, products, x, tiles, ring, w)
             else:
-                load_forwards(case, x, tiles, ring, w)
+                load_forwards(case, products, x, tiles, ring, w)
 
 
 def scan_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str]) -> Cost:

@@ -1,4 +1,4 @@
-"""A walk back over chunks on Hopper: what bwd_scan, bwd_resume and bwd_segment share.
+"""A walk back over chunks on Hopper: what bwd_scan, bwd_gdn_scan, bwd_resume and bwd_segment share.
 
 dV'^T = dO^T Aqk + dS^T kg^T      dX^T = dV'^T A      dS^T <- dS^T diag(decay) + dO^T qg + dX^T k_neg
 
@@ -23,7 +23,13 @@ from kda_tl.core.stage import Operands
 from kda_tl.templates.common.chunks import unpack_lower
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE
-from kda_tl.templates.sm90.recurrence import finish_values, load_lower, load_values, store_output
+from kda_tl.templates.sm90.recurrence import (
+    finish_values,
+    issue_transposed,
+    load_lower,
+    load_values,
+    store_output,
+)
 
 BARRIER = 1  # a named one, of the threads that multiply
 
@@ -71,6 +77,22 @@ class Walk:
     end: Any  # the token past the last
 
 
+@dataclass(frozen=True)
+class Products:
+    """How what is loaded of a chunk becomes its values, or their gradients, and the next state, as macros.
+
+    Between the two of a direction the inverse is multiplied with what the first leaves, and what a chunk keeps is
+    stored.
+    """
+
+    alloc_tiles: Any  # the slots of the ring
+    load_chunk: Any  # to a slot
+    find_values: Any  # forwards: what the inverse is multiplied with, rounded
+    take_values: Any  # the values, rounded, and the state that takes them on its way
+    find_gradients: Any  # backwards: the same of gradients
+    take_gradients: Any
+
+
 @T.macro
 def alloc_tiles(case, config):
     """The slots of the ring, by the names of what they hold; x is V or dO."""
@@ -103,12 +125,12 @@ def load_chunk(v, x, tiles, ring, c, i_t, row, w, backwards):
 
 
 @T.macro
-def load_backwards(case, x, tiles, ring, w):
+def load_backwards(case, products, x, tiles, ring, w):
     """Producer: the chunks of a segment from the last to the first."""
     for c in T.serial(w.chunks):
         i_c = w.chunks - 1 - c
         row = w.start + i_c * case.BT
-        load_chunk(x.d_o, x, tiles, ring, c, w.first + i_c, row, w, True)
+        products.load_chunk(x.d_o, x, tiles, ring, c, w.first + i_c, row, w, True)
 
 
 @T.macro
@@ -119,7 +141,59 @@ def decay_state(state, decay, slot):
 
 
 @T.macro
-def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
+def find_values(r, tiles, slot):
+    """V^T + S^T k_neg^T; the first slot of Aqk, which is not loaded, is the identity."""
+    issue_transposed(tiles.x, tiles.Aqk[0, :, :], slot, r.value)
+    T.wgmma_gemm(r.state_io, tiles.k_neg[slot, :, :], r.value, transpose_B=True, policy=T.BY_ROWS)
+    finish_values(r.value, r.value_io)
+
+
+@T.macro
+def take_values(r, tiles, slot):
+    """S^T diag(decay) + V'^T kg."""
+    decay_state(r.state, tiles.decay, slot)
+    finish_values(r.value, r.value_io)
+    T.wgmma_gemm(r.value_io, tiles.kg[slot, :, :], r.state, policy=T.BY_ROWS)
+
+
+@T.macro
+def find_gradients(r, tiles, slot):
+    """dO^T Aqk + dS^T kg^T."""
+    T.wgmma_gemm(
+        tiles.x[slot, :, :], tiles.Aqk[slot, :, :], r.value, transpose_A=True, clear_accum=True, policy=T.BY_ROWS
+    )
+    T.wgmma_gemm(r.state_io, tiles.kg[slot, :, :], r.value, transpose_B=True, policy=T.BY_ROWS)
+    finish_values(r.value, r.value_io)
+
+
+@T.macro
+def take_gradients(r, tiles, slot):
+    """dS^T diag(decay) + dO^T qg + dX^T k_neg."""
+    decay_state(r.state, tiles.decay, slot)
+    T.wgmma_gemm(tiles.x[slot, :, :], tiles.qg[slot, :, :], r.state, transpose_A=True, policy=T.BY_ROWS)
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(r.value, num_regs=r.value.shape[1] // 2)
+    T.copy(r.value, r.value_io)
+    T.wgmma_gemm(r.value_io, tiles.k_neg[slot, :, :], r.state, policy=T.BY_ROWS)
+
+
+FACTOR_PRODUCTS = Products(alloc_tiles, load_chunk, find_values, take_values, find_gradients, take_gradients)
+
+
+@T.macro
+def alloc_registers(case, config):
+    """A state, or its gradient, and values, or theirs, of a thread that multiplies, and both rounded."""
+    p, BT, BV = case.problem, case.BT, config.BV
+    io, f32 = TL_DTYPE[p.dtype], "float32"
+    state = T.alloc_fragment((BV, p.KP), f32)
+    state_io = T.alloc_fragment((BV, p.KP), io)
+    value = T.alloc_fragment((BV, BT), f32)
+    value_io = T.alloc_fragment((BV, BT), io)
+    return SimpleNamespace(state=state, state_io=state_io, value=value, value_io=value_io)
+
+
+@T.macro
+def walk_backwards(case, config, products, load_state, ends, tiles, ring, w, kept):
     """Consumer: gradients of states and values from the last chunk to the first, from ``ends``, those of the states
     after segments.
 
@@ -127,38 +201,26 @@ def walk_backwards(case, config, load_state, ends, tiles, ring, w, kept):
     ``kept`` says where the gradients of each chunk go, and tiles on the way there; None where they are not wanted.
     Returns the gradient of the state before the first chunk, in registers.
     """
-    p, BT, BV = case.problem, case.BT, config.BV
-    io, f32 = TL_DTYPE[p.dtype], "float32"
-    state = T.alloc_fragment((BV, p.KP), f32)
-    state_io = T.alloc_fragment((BV, p.KP), io)
-    value = T.alloc_fragment((BV, BT), f32)
-    value_io = T.alloc_fragment((BV, BT), io)
-    load_state(state, ends, p.final_state, w)
-    T.copy(state, state_io)
+    p, BT = case.problem, case.BT
+    r = alloc_registers(case, config)
+    load_state(r.state, ends, p.final_state, w)
+    T.copy(r.state, r.state_io)
     for c in T.serial(w.chunks):
         slot, phase = ring.place_to_read(c)
         i_c = w.chunks - 1 - c
         ring.wait(slot, phase)
-        T.wgmma_gemm(
-            tiles.x[slot, :, :], tiles.Aqk[slot, :, :], value, transpose_A=True, clear_accum=True, policy=T.BY_ROWS
-        )
-        T.wgmma_gemm(state_io, tiles.kg[slot, :, :], value, transpose_B=True, policy=T.BY_ROWS)
-        finish_values(value, value_io)
-        T.wgmma_gemm(value_io, tiles.A[slot, :, :], value, clear_accum=True, policy=T.BY_ROWS)
+        products.find_gradients(r, tiles, slot)
+        T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, clear_accum=True, policy=T.BY_ROWS)
         if kept is not None:
-            store_tiles((state_io,), (kept.state_shared,), (kept.state,), w.first + i_c, w.i_h, w.v0, config.consumers)
-        decay_state(state, tiles.decay, slot)
-        T.wgmma_gemm(tiles.x[slot, :, :], tiles.qg[slot, :, :], state, transpose_A=True, policy=T.BY_ROWS)
-        T.wait_wgmma(1)
-        T.warpgroup_fence_operand(value, num_regs=BT // 2)
-        T.copy(value, value_io)
-        T.wgmma_gemm(value_io, tiles.k_neg[slot, :, :], state, policy=T.BY_ROWS)
+            shared, tensors = (kept.state_shared,), (kept.state,)
+            store_tiles((r.state_io,), shared, tensors, w.first + i_c, w.i_h, w.v0, config.consumers)
+        products.take_gradients(r, tiles, slot)
         if kept is not None:
-            store_output(value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
+            store_output(r.value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
         T.wait_wgmma(0)
-        T.warpgroup_fence_operand(state, num_regs=p.KP // 2)
+        T.warpgroup_fence_operand(r.state, num_regs=p.KP // 2)
         ring.release(slot)
-        T.copy(state, state_io)
+        T.copy(r.state, r.state_io)
     if kept is not None:
         T.tma_store_wait(0)
-    return state
+    return r.state

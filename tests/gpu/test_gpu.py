@@ -29,7 +29,6 @@ from support.gpu_cases import (
     specialised,
     stage_case,
     tolerance_of,
-    with_states,
 )
 
 import kda_tl
@@ -97,11 +96,13 @@ def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
     assert_right(draw(name, PACKED, seed, decay, varlen=True), BT)
 
 
-@with_states
+@forward
 def test_intermediate_states(name: str, seed: int) -> None:
     BT, problem = FORWARD[name]
     call = draw(name, PACKED, seed, varlen=True)
-    *_, h = chunk_kda(**operator_arguments(call), chunk_size=BT, return_intermediate_states=True)
+    *_, h = load_all()[problem.operator].call(
+        **operator_arguments(call), chunk_size=BT, return_intermediate_states=True
+    )
     assert relative_error(h[0], call.truth(BT)[2]) < tolerance_of(problem)
 
 

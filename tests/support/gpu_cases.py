@@ -142,7 +142,7 @@ OTHER = {
     if operator.name != "chunk_kda"
 }
 # Stages that take cut sequences of cases which the stages around them do not
-APART = ("fwd_merge", "bwd_scan", "bwd_segment", "bwd_merge", "bwd_resume")
+APART = ("fwd_merge", "bwd_scan", "bwd_gdn_scan", "bwd_segment", "bwd_merge", "bwd_resume")
 BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
 FORWARD = SPECIALISED | HOPPER | ODD | OTHER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
@@ -151,7 +151,6 @@ HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
 backward = pytest.mark.parametrize("name", BACKWARD)
 specialised = pytest.mark.parametrize("name", SPECIALISED | OTHER)
 forward = pytest.mark.parametrize("name", FORWARD)
-with_states = pytest.mark.parametrize("name", [name for name in FORWARD if FORWARD[name][1].operator == "chunk_kda"])
 Job = tuple[str, Case, Config]
 
 
@@ -324,8 +323,6 @@ def list_kernels() -> list[Job]:
         for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():
             wanted += [job for job in jobs_of(problem, plan) if job[2].reject(job[1]) is None]
     for name in HOPPER:
-        if FORWARD[name][1].operator != "chunk_kda":  # which has no intermediate states
-            continue
         jobs = jobs_of(replace(FORWARD[name][1], intermediate_states=True), plan_named(name))
         wanted += [job for job in jobs if "h" in templates.load(job[0]).outputs]
     for direction in ("fwd", "bwd"):

@@ -33,10 +33,14 @@ LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
 SOFTPLUS = replace(BF16, HV=2, gate="softplus", intermediate_states=True)
 PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
-GATED_DELTA_RULE = replace(SOFTPLUS, operator="chunk_gated_delta_rule", scalar_gate=True, intermediate_states=False)
+GATED_DELTA_RULE = replace(SOFTPLUS, operator="chunk_gated_delta_rule", scalar_gate=True)
 # Other ways through some kernels: problems, lengths, stages
 APART = (
-    (GATED_DELTA_RULE, LENGTHS, ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_gradients")),
+    (
+        GATED_DELTA_RULE,
+        LENGTHS,
+        ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_scan", "bwd_gdn_gradients"),
+    ),
     (replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),
     (replace(BF16, K=96, V=160), LENGTHS, ("fwd_state", "bwd_state")),
     (BF16, (4000,), ("fwd_segment",)),  # segments of some chunks, of which gates leave nothing
