@@ -1,4 +1,4 @@
-"""Times Gated DeltaNet's pipelines beside each other and FLA: ``python compare_gdn.py OUT.json [--fla]``.
+"""Times Gated DeltaNet's pipelines beside each other: ``python compare_gdn.py OUT.json [--peers FLA FlashQLA]``.
 
 FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
 cold L2, medians of 20 replays. A training step is the forward and all gradients.
@@ -72,17 +72,22 @@ def time_us(function: Callable[[], Any], flush: torch.Tensor) -> int:
     return round(1000 * statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
+def load_peer(name: str) -> Callable[..., Any]:
+    """The operator of another library."""
+    if name == "FlashQLA":
+        from flash_qla import chunk_gated_delta_rule
+    else:
+        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # its own kernels, not ours or FlashQLA's through it
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    return chunk_gated_delta_rule
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--fla", action="store_true", help="FLA too, which compiles for minutes")
+    parser.add_argument("--peers", nargs="*", choices=("FLA", "FlashQLA"), default=[], help="they compile for minutes")
     args = parser.parse_args()
-    operators: dict[str, Callable[..., Any]] = {"kda_tl": kda_tl.chunk_gated_delta_rule}
-    if args.fla:
-        os.environ["FLA_TILELANG"], os.environ["KDA_TL_FLA"] = "0", "0"  # its own kernels, not ours through it
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        operators["FLA"] = chunk_gated_delta_rule
+    ours, peers = kda_tl.chunk_gated_delta_rule, {name: load_peer(name) for name in args.peers}
     versions = {"torch": torch.__version__, "tilelang": tilelang.__version__, "python": platform.python_version()}
     gpu, today = torch.cuda.get_device_name(), str(datetime.date.today())
     report: dict[str, Any] = {"gpu": gpu, **versions, "date": today, "about": __doc__, "fwd": [], "train": []}
@@ -93,11 +98,13 @@ def main() -> None:
             leaves = [y.requires_grad_(direction == "train") for y in x]
             seeds = [torch.randn_like(x[2]), 0.1 * torch.randn_like(x[5])]
 
-            def call(operator: Callable[..., Any], x: list[Any] = x) -> Any:
-                return operator(*x[:5], initial_state=x[5], output_final_state=True)
+            def call(operator: Callable[..., Any], x: list[Any] = x, **flags: Any) -> Any:
+                return operator(*x[:5], initial_state=x[5], output_final_state=True, **flags)
 
-            def step(operator: Callable[..., Any], leaves: list[Any] = leaves, seeds: list[Any] = seeds) -> Any:
-                return torch.autograd.grad(list(call(operator, leaves)), leaves, seeds)
+            def step(
+                operator: Callable[..., Any], leaves: list[Any] = leaves, seeds: list[Any] = seeds, **flags: Any
+            ) -> Any:
+                return torch.autograd.grad(list(call(operator, leaves, **flags)), leaves, seeds)
 
             run = call if direction == "fwd" else step
             row: dict[str, Any] = {"H": H, "HV": HV, "tokens": tokens, "batch": batch}
@@ -105,12 +112,17 @@ def main() -> None:
             for name in PIPELINES["fwd" if direction == "fwd" else "bwd"]:
                 plan = plan_of(H, HV, tokens * batch, "fwd" if direction == "fwd" else "bwd", name)
                 with kda_tl.pin(plan):
-                    found[name] = [y.double() for y in run(operators["kda_tl"])]
-                    row[name] = time_us(lambda run=run: run(operators["kda_tl"]), flush)
+                    found[name] = [y.double() for y in run(ours)]
+                    row[name] = time_us(lambda run=run: run(ours), flush)
+                    if name == "gdn_scan":  # what chunks do alone is kept for the backward
+                        row["gdn_scan kept"] = time_us(lambda run=run: run(ours, disable_recompute=True), flush)
             first, *_, staged = found.values()
             row["difference"] = max(relative_error(a, b) for a, b in zip(first, staged, strict=True))
-            if args.fla:
-                row["FLA"] = time_us(lambda run=run: run(operators["FLA"]), flush)
+            for name, peer in peers.items():
+                row[name] = time_us(lambda run=run, peer=peer: run(peer), flush)
+                row[f"{name} differs"] = max(
+                    relative_error(a.double(), b) for a, b in zip(run(peer), staged, strict=True)
+                )
             report[direction].append(row)
             print(row, flush=True)
             args.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -18,6 +18,7 @@ from kda_tl.core.stage import Case, Stage
 from kda_tl.database.gpus import known_device
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.lower import generate_source
+from kda_tl.templates.common.tile import prim_func
 
 HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)
@@ -44,7 +45,21 @@ def test_nothing_after_the_loop(name: str, states: bool, rng: random.Random) -> 
     assert "seq_chunks" in generate_source(stage, case, stage.default(case))
 
 
-@pytest.mark.parametrize(("name", "K"), [("fwd_recurrence", 128), ("fwd_recurrence", 256), ("fwd_resume", 128)])
+def test_parameters_are_in_the_order_of_their_launch() -> None:
+    """A kernel's text does not tell: tensors of one kind would be swapped without a word."""
+    tensors = {"v": "tokens HV V : io", "do": "tokens HV V : io"}
+    case = Case(problem=draw_problem(random.Random(0), K=64, V=64), device=HOPPER, BT=64, BC=16)
+
+    def swapped(d_o, v, scale):  # type: ignore[no-untyped-def]
+        pass
+
+    with pytest.raises(TypeError, match="swapped takes d_o, v, scale, but is launched with v, d_o"):
+        prim_func(case, tensors)(swapped)
+
+
+@pytest.mark.parametrize(
+    ("name", "K"), [("fwd_gdn_recurrence", 128), ("fwd_recurrence", 128), ("fwd_recurrence", 256), ("fwd_resume", 128)]
+)
 def test_states_between_chunks_without_the_last(name: str, K: int) -> None:
     stage = templates.load(name)
     problem = Problem(H=1, HV=1, K=K, V=128, tokens=0, dtype="bf16", gate="log", intermediate_states=True)
