@@ -78,6 +78,8 @@ def assert_gradients(
     where = f"{p.key} A_log={p.has_A_log} dt_bias={p.has_dt_bias} BT={BT} bounds={call.bounds}"
     truth = call.gradients()
     for pipeline in (*WHOLE, *(cut or (CUT[p.tokens % len(CUT)],))):
+        if pipeline.name == "gdn_scan" and (not p.scalar_gate or p.rank > 1):
+            continue  # its powers are a number a token
         out, records = run_references(pipeline, call.case(CPU, BT, 16), call.tensors(BT, pipeline.segments))
         assert out.keys() == truth.keys()
         for name, expected in truth.items():
