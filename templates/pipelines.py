@@ -35,6 +35,7 @@ from kda_tl.templates.sm90 import (
     fwd_resume,
     fwd_segment,
 )
+from kda_tl.templates.sm90.hopper import PAIRS
 
 # Through memory: runs on every target, and each step can be looked at
 _STAGED = (fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE)
@@ -58,7 +59,7 @@ _SUMS = (bwd_heads.STAGE, bwd_reduce.STAGE)
 _GRADIENTS = (bwd_gradients.STAGE, *_SUMS)
 _GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
-_PAIRS = tuple(fwd_gdn_pairs.STAGE.outputs)
+_PAIRS = tuple(PAIRS)
 _SEGMENTS = (4, 8, 16)
 
 PIPELINES: dict[str, Pipeline] = {

@@ -28,6 +28,7 @@ from kda_tl.runtime.resources import read_resources
 
 # In the order of launcher.c's numbers
 _LAUNCH = (*(f"blockIdx.{d}" for d in "xyz"), *(f"threadIdx.{d}" for d in "xyz"), "tirx.use_dyn_shared_memory")
+_OVERLAPS = {"has_cuda_pdl_trigger": "n", "has_cuda_pdl_sync": "e"}
 _LETTERS = {"int32": "i", "int64": "l", "float32": "f"}
 _KERNEL = """struct KdaKernel {{ const char* name; const char* parameters; const char* launch; }};
 const struct KdaKernel kda_kernel = {{"{name}", "{parameters}", "{launch}"}};
@@ -84,7 +85,7 @@ def generate(stage: Stage, case: Case, config: Config) -> Generated:
         host=host,
         name=str(function.attrs["global_symbol"]),
         parameters="".join(map(_letter, function.params)),
-        launch=launch,
+        launch=launch + "".join(letter for attribute, letter in _OVERLAPS.items() if attribute in function.attrs),
         block=tuple(numbers.get(place) or 1 for place in "345"),
         smem_bytes=numbers.get("6") or 0,
     )

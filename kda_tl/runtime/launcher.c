@@ -21,7 +21,9 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 #endif
 
 // The device function's name; a letter a parameter (p pointer, t tensor map, i int32, l int64, f float); and, for each
-// number that follows them, where it goes: 0 to 2 grid, 3 to 5 block, 6 bytes of dynamic shared memory.
+// number that follows them, where it goes: 0 to 2 grid, 3 to 5 block, 6 bytes of dynamic shared memory; after these
+// n for a kernel that lets the next one start when all of its blocks run, e for one that may start so early
+// (programmatic dependent launch).
 struct KdaKernel {
   const char* name;
   const char* parameters;
@@ -32,10 +34,28 @@ extern const unsigned char kda_cubin[];
 
 enum { kDevices = 64, kParameters = 128 };
 enum { kMaxSharedBytes = 8 };  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+enum { kCarveout = 9 };        // CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+enum { kStartsEarly = 6 };     // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 typedef void* Context;
 typedef void* Function;
 typedef void* Module;
+
+// CUlaunchAttribute and CUlaunchConfig
+struct Attribute {
+  int id;
+  char padding[4];
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+struct Launch {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  struct Attribute* attributes;
+  unsigned count;
+};
 
 // Of the driver's interface (CUDA 12) as much as is called: no toolkit's headers are needed.
 static struct {
@@ -48,7 +68,7 @@ static struct {
   int (*load_module)(Module*, const void*);
   int (*get_function)(Function*, Module, const char*);
   int (*set_attribute)(Function, int, int);
-  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  int (*launch)(const struct Launch*, Function, void**, void**);
   int (*encode_tiled)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
                       int, int, int, int);
 } driver;
@@ -82,7 +102,7 @@ static int look_for_driver(void) {
       {&driver.load_module, "cuModuleLoadData"},
       {&driver.get_function, "cuModuleGetFunction"},
       {&driver.set_attribute, "cuFuncSetAttribute"},
-      {&driver.launch, "cuLaunchKernel"},
+      {&driver.launch, "cuLaunchKernelEx"},
       {&driver.encode_tiled, "cuTensorMapEncodeTiled"},  // the last: not in a driver before CUDA 12.0
   };
   const int count = sizeof wanted / sizeof *wanted;
@@ -146,6 +166,9 @@ static int load_kernel(Function* function, unsigned shared_bytes) {
     return fail("the binary lacks the kernel", result);
   if (shared_bytes && (result = driver.set_attribute(*function, kMaxSharedBytes, (int)shared_bytes)))
     return fail("the device lacks shared memory for it", result);
+  // A multiprocessor is not parted anew between shared memory and cache while blocks run there: leave the next its room
+  if (strchr(kda_kernel.launch, 'n') && (result = driver.set_attribute(*function, kCarveout, 100)))
+    return fail("the device refuses its share of shared memory", result);
   return 0;
 }
 
@@ -165,7 +188,7 @@ static Function find_kernel(int device, unsigned shared_bytes) {
 
 static int launch(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* out) {
   const int parameters = (int)strlen(kda_kernel.parameters);
-  const int numbers = (int)strlen(kda_kernel.launch);
+  const int numbers = (int)strspn(kda_kernel.launch, "0123456");
   if (parameters > kParameters || count != parameters + numbers)
     return fail("the host code does not fit the binary", 0);
   if (!has_driver()) return fail("the CUDA driver, libcuda.so.1, cannot be loaded", 0);
@@ -191,8 +214,10 @@ static int launch(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* o
   if (device < 0 || device >= kDevices) return fail("there are more devices than it knows", 0);
   Function function = find_kernel(device, extent[6]);
   if (!function) return -1;
-  result = driver.launch(function, extent[0], extent[1], extent[2], extent[3], extent[4], extent[5], extent[6],
-                         TVMFFIEnvGetStream(kDLCUDA, device), pointers, NULL);
+  struct Attribute early = {.id = kStartsEarly, .value.allowed = 1};
+  const struct Launch how = {{extent[0], extent[1], extent[2]}, {extent[3], extent[4], extent[5]}, extent[6],
+                             TVMFFIEnvGetStream(kDLCUDA, device), &early, strchr(kda_kernel.launch, 'e') != NULL};
+  result = driver.launch(&how, function, pointers, NULL);
   return result ? fail("the kernel was not launched", result) : 0;
 }
 

@@ -71,7 +71,7 @@ def _find_first(start, i_head, extents):
 
 
 @T.macro
-def _divide(a, by):
+def divide(a, by):
     """Quotient and remainder of what is not negative, in variables."""
     quotient = T.alloc_var("int32")
     rest = T.alloc_var("int32")
@@ -82,7 +82,7 @@ def _divide(a, by):
 
 @T.macro
 def _find_shared(i_hv, heads):
-    i_h, _ = _divide(i_hv * heads.H, (heads.HV,))
+    i_h, _ = divide(i_hv * heads.H, (heads.HV,))
     T.assume(0 <= i_h)
     T.assume(i_h < heads.H)
     return i_h
@@ -90,7 +90,7 @@ def _find_shared(i_hv, heads):
 
 @T.macro
 def _find_group(i_h, heads):
-    count, _ = _divide(heads.HV + 0, (heads.H,))
+    count, _ = divide(heads.HV + 0, (heads.H,))
     T.assume((i_h + 1) * count <= heads.HV)
     return i_h * count, count
 
@@ -101,7 +101,7 @@ def split_block(i_block, extents, inner=1, backwards=False):
 
     Parts lie side by side, then heads; with ``backwards`` the last chunk comes first.
     """
-    quotient, i_head = _divide(i_block // inner, extents[1:])
+    quotient, i_head = divide(i_block // inner, extents[1:])
     i_outer = extents[0] - 1 - quotient if backwards else quotient
     T.assume(0 <= i_outer)
     T.assume(i_outer < extents[0])

@@ -7,31 +7,36 @@
 with rq = 1 / |q| and rk = 1 / |k|, or 1 without norms. The body is fwd_gdn_prep's, but for the factors of rows: a
 token's are one number times its row, and the recurrence multiplies with it what comes out of its products. 1 KiB a
 chunk and head goes to memory instead of 48.
+
+Blocks that all run at once take chunks in turn, the first of all heads first, and say which are in memory: a recurrence
+begins with the first while later ones are made, see ready.
 Source: as fwd_gdn_prep.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from kda_tl.core.stage import Case, Cost, Operands, Stage
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.chunks import share_heads, split_chunks
-from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.heads import Heads, divide, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import L2NORM_EPS, prim_func
 from kda_tl.templates.portable import fwd_gate
 from kda_tl.templates.sm90 import fwd_prep
-from kda_tl.templates.sm90.fwd_gdn_prep import GdnPrepConfig, passes, prepare, prepare_cost
+from kda_tl.templates.sm90.fwd_gdn_prep import GdnPrepConfig, prepare, prepare_cost
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
 from kda_tl.templates.sm90.gates import Chunk
-from kda_tl.templates.sm90.hopper import GIVEN, PAIRS, SCALARS, TABLES
+from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
+from kda_tl.templates.sm90.hopper import GIVEN, PAIRS, READY, SCALARS, TABLES
 from kda_tl.templates.sm90.prep import WARPGROUP
-from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
+from kda_tl.templates.sm90.ready import announce, withdraw
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
-OUTPUTS = PAIRS
+OUTPUTS = {**PAIRS, **READY}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -50,7 +55,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
         norms[1] * (last - G).exp2(),
         last.exp2().expand_as(G),
     )
-    return {"A": made["A"], "Aqk": made["Aqk"], "powers": torch.stack(powers, 2)}
+    return {"A": made["A"], "Aqk": made["Aqk"], "powers": torch.stack(powers, 2), "ready": torch.ones_like(G[..., 0])}
 
 
 @T.macro
@@ -58,34 +63,59 @@ def store_powers(rows, G, factor, at, written):
     """The powers of a chunk, to memory."""
     BT = G.shape[0]
     for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 0, i] = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(G[i])
+        written.powers[at.i_t, at.i_hv, 0, i] = factor[at_k(i)] * T.exp2(G[i])
     for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 1, i] = factor[BY_SUB_CHUNK.row_of(i)] * T.exp2(G[i])
+        written.powers[at.i_t, at.i_hv, 1, i] = factor[at_q(i)] * T.exp2(G[i])
     for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 2, i] = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(G[BT - 1] - G[i])
+        written.powers[at.i_t, at.i_hv, 2, i] = factor[at_k(i)] * T.exp2(G[BT - 1] - G[i])
     for i in T.Parallel(BT):
         written.powers[at.i_t, at.i_hv, 3, i] = T.exp2(G[BT - 1])
 
 
-def build(case: Case, config: GdnPrepConfig) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class PairsConfig(GdnPrepConfig):
+    """blocks: whose registers a multiprocessor has; resident: that take chunks in turn on each."""
+
+    blocks: int = tunable(4, 1, 2, 3, 4)
+    resident: int = tunable(2, 1, 2, 3, 4)
+
+    def reject(self, case: Case) -> str | None:
+        """As the base, and blocks that do not run all at once."""
+        if self.resident > self.blocks:
+            return f"resident={self.resident} are more than blocks={self.blocks}, those that have registers"
+        return super().reject(case)
+
+    @classmethod
+    def default(cls, case: Case) -> Config:
+        """As many blocks as have room."""
+        return first_valid(case, *(cls(blocks=n) for n in (4, 3, 2)))
+
+
+def build(case: Case, config: PairsConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     heads = Heads.of(case.problem)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
-    def fwd_gdn_pairs(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, powers, scale, lower_bound):
-        with T.Kernel(NT * heads.HV, threads=WARPGROUP) as i_block:
+    def fwd_gdn_pairs(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, powers, ready, scale, lower_bound):
+        blocks = T.min(NT * heads.HV, case.device.num_sms * config.resident)
+        with T.Kernel(blocks, threads=WARPGROUP) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
-            i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
-            at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
             given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
             written = SimpleNamespace(A=A, Aqk=Aqk, powers=powers)
-            prepare(case, given, at, (scale, lower_bound), store_powers, written)
+            turns, _ = divide(NT * heads.HV - i_block + blocks - 1, (blocks,))
+            withdraw(ready, (NT, heads.HV), i_block, blocks, turns)
+            T.pdl_trigger()
+            for n in T.serial(turns):
+                i_t, i_hv, _ = split_block(i_block + n * blocks, (NT, heads.HV))
+                at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
+                prepare(case, given, at, (scale, lower_bound), store_powers, written)
+                announce(ready, i_t, i_hv)
 
     return fwd_gdn_pairs
 
 
-default = GdnPrepConfig.default
+default = PairsConfig.default
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
@@ -93,17 +123,22 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return prepare_cost(case, sizes, INPUTS | OUTPUTS)
 
 
+def passes(case: Case) -> dict[str, bool]:
+    """As fwd_gdn_prep's; tiles of a turn lie where others lay before them."""
+    return {"tl.disable_thread_storage_sync": True, "tl.enable_aggressive_shared_memory_merge": True}
+
+
 STAGE = Stage(
     "fwd_gdn_pairs",
     INPUTS,
     OUTPUTS,
-    GdnPrepConfig,
+    PairsConfig,
     build,
     reference,
     default,
     cost,
     TOLERANCE,
-    depends=DEPENDS,
+    depends=(*DEPENDS, "num_sms"),
     scalars=SCALARS,
     passes=passes,
 )

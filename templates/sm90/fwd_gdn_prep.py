@@ -14,7 +14,7 @@ the inverse and the order of rows are fwd_prep's.
     normalise        four: a sub-chunk's rows each, by mma    q and k have come
     issue_pairs      all, by wgmma                            norms written
     store_factors    all
-    store_pairs      all                                      rows have been read
+    finish_pairs     all: in registers, then written          rows have been read
     substitute       two: a thread a column                   pairs written
     store_queries    two more: Aqk to memory                    the same
     invert           four, by mma                             blocks written
@@ -22,9 +22,12 @@ the inverse and the order of rows are fwd_prep's.
 
     tensor             exponent               dtype   where it lives
     G, up, down        from the chunk's ends  fp32    shared memory
-    rows: q, k         none                   bf16    shared memory, as they came, LATER_FIRST
-    both: Aqk above L  none                   fp32    shared memory, BY_SUB_CHUNK, in the place of rows
+    rows: q, k         none                   bf16    shared memory, as they came
+    queries: Aqk       none                   bf16    shared memory, in the place of rows
+    keys: L            none                   fp32    the same
     inverse            none                   bf16    shared memory
+
+Both products of a token with an earlier one lie in the same place of one thread, so their power is computed once.
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j) is taken out of the products.
 """
 
@@ -36,15 +39,17 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
-from kda_tl.templates.common.heads import Heads, split_block
+from kda_tl.templates.common.heads import HeadRows, Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
-from kda_tl.templates.sm90.gates import Chunk, Gate, sum_head_gates
+from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
+from kda_tl.templates.sm90.gdn_gradients import Interleaved, at_k, at_q, issue_rows
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
-from kda_tl.templates.sm90.prep import WARPGROUP, load_rows, normalise, store_inverse
-from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK, LATER_FIRST, NB
+from kda_tl.templates.sm90.prep import WARPGROUP
+from kda_tl.templates.sm90.rows import BC, Keys
+from kda_tl.templates.sm90.warp import find_norms, invert, substitute
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 OUTPUTS = FACTORS
@@ -82,50 +87,117 @@ class GdnPrepConfig(HopperConfig):
     def smem_bytes(self, case: Case) -> int:
         """Rows, in whose place the inverse is made, pairs, and numbers of rows."""
         BT = case.BT
-        return max(2 * BT * case.problem.KP, 3 * BT * BT) * 2 + 2 * BT * (BT + 4) * 4 + 9 * BT * 4
+        pairs, inverse = BT * (3 * BT + 16) * 2, BT * (BT + 3 * (BC + 8)) * 2
+        return max(2 * BT * case.problem.KP * 2, pairs + inverse) + 9 * BT * 4
 
 
 @T.macro
-def issue_pairs(rows, first):
-    """Products of half a chunk, from sub-chunk ``first`` on, on their way: rows of q and k with keys, by sub-chunk."""
-    BT = rows.shape[0] // 2
-    top = LATER_FIRST.first_row(first)
-    tiles = [T.alloc_fragment((BT, BC), "float32") for _ in range(first + 2)]
-    for a, tile in enumerate(tiles):
-        below = LATER_FIRST.first_row(a) + BC
-        T.wgmma_gemm(rows[top : top + BT, :], rows[below : below + BC, :], tile, transpose_B=True, clear_accum=True)
+def normalise(p, rows, raw_beta, b_factor, factor, scale, count):
+    """What rows are multiplied with, and step sizes, once the rows have come."""
+    T.ptx_wait_group(0)
+    T.sync_threads()
+    for i in T.Parallel(b_factor.shape[0]):
+        b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
+    if p.l2norm:
+        find_norms(Interleaved(rows), T.get_thread_binding() // 32 * 32, factor, scale)
+    else:
+        for r in T.Parallel(factor.shape[0]):
+            factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+@T.macro
+def issue_pairs(rows):
+    """Products of rows of q, and of rows of k, with keys, on their way."""
+    BT = rows.shape[1]
+    tiles = [T.alloc_fragment((BT, BT), "float32") for _ in range(2)]
+    for m in list(range(2)):  # of numbers: a loop over tiles gives all of them its variable's name
+        T.wgmma_gemm(rows[m, :, :], rows[1, :, :], tiles[m], transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     return tiles
 
 
 @T.macro
-def store_pairs(tiles, first, G, factor, b_factor, both):
-    """Rows of Aqk and of L from such products."""
+def finish_pairs(tiles, G, factor, b_factor, queries, keys):
+    """Aqk, rounded, and L, from such products. Of L what lies above the diagonal is never read."""
+    of_q, of_k = tiles
     BT = G.shape[0]
-    for a, tile in enumerate(tiles):
-        for r, c in T.Parallel(BT, BC):
-            i, j, k_row = first * BC + BY_SUB_CHUNK.token_of(r), a * BC + c, BY_SUB_CHUNK.is_key(r)
-            decay = T.if_then_else(i - j >= k_row, T.exp2(G[i] - G[j]), 0.0)
-            step = T.if_then_else((k_row == 1) & (i // BC == a), b_factor[i], 1.0)  # of others invert takes care
-            norms = factor[first * 2 * BC + r] * factor[BY_SUB_CHUNK.row_of(j) + BC]
-            both[first * 2 * BC + r, j] = tile[r, c] * norms * (decay * step)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(of_q, num_regs=BT // 2)
+    T.warpgroup_fence_operand(of_k, num_regs=BT // 2)
+    for i, j in T.Parallel(BT, BT):
+        decay = T.if_then_else(i >= j, T.exp2(G[i] - G[j]), 0.0) * factor[at_k(j)]
+        of_q[i, j] = of_q[i, j] * (factor[at_q(i)] * decay)
+        step = T.if_then_else(i // BC == j // BC, b_factor[i], 1.0)  # of others invert takes care
+        of_k[i, j] = of_k[i, j] * (factor[at_k(i)] * step * decay)
+    T.sync_threads()  # rows have been read
+    for i, j in T.Parallel(BT, BT):
+        queries[i, j] = T.cast(of_q[i, j], queries.dtype)
+    for i, j in T.Parallel(BT, BT):
+        keys[i, j] = of_k[i, j]
+    T.sync_threads()
 
 
 @T.macro
 def store_factors(rows, G, factor, at, written):
     """The factors of a chunk's rows, to memory."""
-    BT, KP, io, f32 = G.shape[0], rows.shape[1], rows.dtype, "float32"
+    BT, KP, io, f32 = G.shape[0], rows.shape[2], rows.dtype, "float32"
     last = G[BT - 1]
     for i, j in T.Parallel(BT, KP):
-        query = factor[BY_SUB_CHUNK.row_of(i)] * T.exp2(G[i])
-        written.qg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i), j], f32) * query, io)
+        query = factor[at_q(i)] * T.exp2(G[i])
+        written.qg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[0, i, j], f32) * query, io)
     for i, j in T.Parallel(BT, KP):
-        key = factor[BY_SUB_CHUNK.row_of(i) + BC] * -T.exp2(G[i])
-        written.k_neg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+        key = factor[at_k(i)] * -T.exp2(G[i])
+        written.k_neg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[1, i, j], f32) * key, io)
     for i, j in T.Parallel(BT, KP):
-        key = factor[BY_SUB_CHUNK.row_of(i) + BC] * T.exp2(last - G[i])
-        written.kg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[LATER_FIRST.row_of(i) + BC, j], f32) * key, io)
+        key = factor[at_k(i)] * T.exp2(last - G[i])
+        written.kg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[1, i, j], f32) * key, io)
     for j in T.Parallel(KP):
         written.decay[at.i_t, at.i_hv, j] = T.exp2(last)
+
+
+@T.macro
+def load_rows(x, start, count, i_head, rows, n):
+    """A chunk's rows on their way to tile n; 0 past the end and in channels that pad them."""
+    if x.shape[2] == rows.shape[2]:
+        issue_rows(x, start, count, i_head, rows, n)
+    else:
+        own = HeadRows.of(x, start, i_head)
+        for i, j in T.Parallel(*rows.shape[1:]):
+            rows[n, i, j] = T.if_then_else((i < count) & (j < x.shape[2]), own.rows[i, j], 0)
+
+
+@T.macro
+def store_queries(queries, thread, at, Aqk):
+    """Aqk to where it belongs, by 64 threads."""
+    LOWER, HALF = Aqk.shape[2:]
+    for n in T.unroll(LOWER // 16):
+        i = n * 16 + thread // 4
+        j = thread % 4 * 8
+        for e in T.vectorized(8):
+            Aqk[at.i_t, at.i_hv, i, j + e] = queries[i - i // (2 * HALF) * HALF, i // (2 * HALF) * HALF + j + e]
+
+
+@T.macro
+def store_inverse(keys, queries, b_factor, at, A, Aqk):
+    """Aqk and A of a chunk; its pairs have been written by all threads."""
+    BT, io, thread = b_factor.shape[0], A.dtype, T.get_thread_binding()
+    inverse = T.alloc_shared((BT, BT), io)
+    block_rows = T.alloc_shared((BT, BC + 8), io)
+    block_columns = T.alloc_shared((BT, BC + 8), io)
+    for i, j in T.Parallel(BT, BT):
+        if i // BC < j // BC:
+            inverse[i, j] = 0
+    if thread < BT:
+        substitute(keys, b_factor, block_rows, block_columns, inverse, thread)
+    else:
+        store_queries(queries, thread - BT, at, Aqk)
+    T.sync_threads()
+    invert(keys, b_factor, block_rows, block_columns, inverse, WARPGROUP)
+    T.sync_threads()
+    LOWER, HALF = A.shape[2:]
+    for i, j in T.Parallel(LOWER, HALF):
+        A[at.i_t, at.i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
 
 
 @T.macro
@@ -136,9 +208,9 @@ def prepare(case, x, at, scalars, store, written):
     """
     p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
     scale, lower_bound = scalars
-    rows = T.alloc_shared((2 * BT, KP), "bfloat16")  # in the order LATER_FIRST
+    rows = T.alloc_shared((2, BT, KP), "bfloat16")
     load_rows(x.q, at.start, at.count, at.i_h, rows, 0)
-    load_rows(x.k, at.start, at.count, at.i_h, rows, BC)
+    load_rows(x.k, at.start, at.count, at.i_h, rows, 1)
     raw_beta = T.alloc_fragment((BT,), x.beta.dtype)
     for i in T.Parallel(BT):
         raw_beta[i] = T.if_then_else(i < at.count, x.beta[at.start + i, at.i_hv], 0)
@@ -147,22 +219,13 @@ def prepare(case, x, at, scalars, store, written):
     sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G)
     factor = T.alloc_shared((2 * BT,), f32)
     b_factor = T.alloc_shared((BT,), f32)
-    normalise(p, rows, raw_beta, b_factor, factor, scale, at.count, WARPGROUP)
-    T.fence_proxy_async()
-    T.sync_threads()
-
-    halves = [(first, issue_pairs(rows, first)) for first in (0, NB // 2)]
+    normalise(p, rows, raw_beta, b_factor, factor, scale, at.count)
+    tiles = issue_pairs(rows)
     store(rows, G, factor, at, written)
-    T.wait_wgmma(0)
-    for _, tiles in halves:
-        for tile in tiles:
-            T.warpgroup_fence_operand(tile, num_regs=BC // 2)
-    T.sync_threads()
-    both = T.alloc_shared((2 * BT, BT + 4), f32)  # in the place of rows
-    for first, tiles in halves:
-        store_pairs(tiles, first, G, factor, b_factor, both)
-    T.sync_threads()
-    store_inverse(both, b_factor, at, written.A, written.Aqk, WARPGROUP)
+    queries = T.alloc_shared((BT, BT + 8), "bfloat16")  # these two in the place of rows
+    keys = T.alloc_shared((BT, BT + 4), f32)
+    finish_pairs(tiles, G, factor, b_factor, queries, keys)
+    store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
 
 
 def build(case: Case, config: GdnPrepConfig) -> Any:

@@ -7,6 +7,7 @@ This is fwd_recurrence for a gate that all channels of a value head share; the d
 fwd_gdn_pairs, see powers. K serves two products. Roles and loops are fwd_recurrence's; what differs is below.
 
     slot of the one ring    v, q, k, A, Aqk, powers
+    begins                  while fwd_gdn_pairs makes later chunks, and waits for each, see ready
     V^T                     read from shared memory by the threads that hold the values' columns
 
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3, in the form of fwd_recurrence.
@@ -19,15 +20,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_recurrence
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, start_from
-from kda_tl.templates.sm90.hopper import PAIRS, TABLES
+from kda_tl.templates.sm90.hopper import PAIRS, READY, TABLES
 from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur, states_bytes
 from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, QUERY, START, make_factors, reject_rows, take_powers
+from kda_tl.templates.sm90.ready import FENCES, await_chunk
 from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
     ROWS,
@@ -42,6 +44,7 @@ INPUTS = {
     **GIVEN_ROWS,
     "v": "tokens HV V : io",
     **PAIRS,
+    **READY,
     "h0": "N HV K V : f32 ? initial_state",
     **TABLES,
 }
@@ -52,15 +55,28 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     return fwd_recurrence.reference(case, make_factors(case, x))
 
 
+SHARING_REGISTERS = 216  # with a loader's 40 on average 128: half of a multiprocessor's for 256 threads
+
+
 @dataclass(frozen=True, kw_only=True)
 class GdnRecurrenceConfig(RecurrenceConfig):
-    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
+    """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead; shares:
+    whether registers are left for two blocks of fwd_gdn_pairs, which then run beside it.
+    """
 
+    shares: bool = tunable(True, True, False)
     early: ClassVar[bool] = False  # all of a chunk comes at once
 
     def reject(self, case: Case) -> str | None:
         """As the base, and channels that lie in whole tiles, since the caller's rows are not padded."""
+        if self.shares and self.BV > ROWS:
+            return f"BV={self.BV} leaves no registers to share"
         return super().reject(case) or reject_rows(case, self.WIDTHS)
+
+    @property
+    def registers(self) -> int | None:  # type: ignore[override]
+        """Of a thread that multiplies."""
+        return SHARING_REGISTERS if self.shares else None
 
     def rest_stages(self, case: Case) -> int:
         """Chunks of which all is loaded ahead."""
@@ -72,6 +88,12 @@ class GdnRecurrenceConfig(RecurrenceConfig):
         stage = BT * (self.BV + 2 * BT + 2 * K) * 2 + 4 * BT * 4 + 16
         output = BT * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2
         return self.num_stages * stage + output + states_bytes(case, self.BV)
+
+
+@T.macro
+def await_pairs(x, i_t, i_h):
+    """They may still be in the making."""
+    await_chunk(x.ready, i_t, i_h)
 
 
 @T.macro
@@ -149,7 +171,7 @@ def finish_chunk(z, r, tiles, slot):
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
 
 
-ROW_PRODUCTS = Products(load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, finish_chunk)
+ROW_PRODUCTS = Products(await_pairs, load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, finish_chunk)
 
 
 def build(case: Case, config: GdnRecurrenceConfig) -> Any:
@@ -158,22 +180,24 @@ def build(case: Case, config: GdnRecurrenceConfig) -> Any:
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
-    def fwd_gdn_recurrence(q, k, v, A, Aqk, powers, h0, segments, chunk_tokens, o, ht, h):
+    def fwd_gdn_recurrence(q, k, v, A, Aqk, powers, ready, h0, segments, chunk_tokens, o, ht, h):
         blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
-        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
-            read = {"q": q, "k": k, "v": v, "A": A, "Aqk": Aqk, "powers": powers, "states": h0}
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP, prelude=FENCES) as i_block:
+            T.annotate_min_blocks_per_sm(2 if config.shares else 1)
+            read = {"q": q, "k": k, "v": v, "A": A, "Aqk": Aqk, "powers": powers, "ready": ready, "states": h0}
             tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}
             recur(z, load_state, i_block, blocks, SimpleNamespace(**read, **tables, **written, heads=heads))
+            T.pdl_sync()
 
     return fwd_gdn_recurrence
 
 
 def default(case: Case) -> Config:
-    """64 channels a block, 128 where all heads' blocks of 64 are more than the multiprocessors."""
+    """64 channels a block beside fwd_gdn_pairs; 128 where all heads' blocks of 64 are more than the multiprocessors."""
     p = case.problem
     wide = p.HV * (p.V // ROWS) > case.device.num_sms
-    deep = [GdnRecurrenceConfig(BV=2 * ROWS if wide else ROWS, num_stages=stages) for stages in (3, 2)]
-    return first_valid(case, *deep, GdnRecurrenceConfig())
+    wider = [GdnRecurrenceConfig(BV=2 * ROWS if wide else ROWS, num_stages=n, shares=False) for n in (3, 2)]
+    return first_valid(case, *([] if wide else [GdnRecurrenceConfig()]), *wider, GdnRecurrenceConfig(shares=False))
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:

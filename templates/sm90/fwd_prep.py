@@ -72,7 +72,7 @@ from kda_tl.templates.sm90.prep import (
     store_operands,
     sum_chunk,
 )
-from kda_tl.templates.sm90.rows import BC, NB
+from kda_tl.templates.sm90.rows import BC, NB, Pairs
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 OUTPUTS = FACTORS
@@ -185,7 +185,7 @@ def build(case: Case, config: PrepConfig) -> Any:
                     tensors, factors = (q, k, g, dt_bias, k_neg, qg, kg, decay), (factor, b_factor)
                     exact_pairs(gate, tensors, at, factors, both, (decay_scale[0], slope[0]))
                     T.sync_threads()
-            store_inverse(both, b_factor, at, A, Aqk, threads)
+            store_inverse(Pairs(both), b_factor, at, A, Aqk, threads)
             if count == 1:
                 compute_lone(q, k, KP, start, i_h, factor, i_t, i_hv, Aqk)
 

@@ -28,6 +28,8 @@ FACTORS = {
 }
 # The same where the recurrence reads the caller's rows: powers of two and norms are a number a token
 PAIRS = {"A": FACTORS["A"], "Aqk": FACTORS["Aqk"], "powers": "NT HV 4 BT : f32"}
+# Whether these are in memory, 1 or 0, for a recurrence that begins before all are
+READY = {"ready": "NT HV : f32"}
 # Which chunks are a segment, and which tokens a chunk
 TABLES = {"segments": "NS 4 : i32", "chunk_tokens": "NT 2 : i32"}
 SCALARS = ("scale", "lower_bound")

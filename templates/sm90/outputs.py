@@ -103,6 +103,7 @@ class OutputConfig(RecurrenceConfig):
 class Products:
     """How what is loaded of a chunk becomes its values, its output and the state after it, as macros in this order."""
 
+    await_chunk: Any  # before anything of a chunk is loaded
     load_first: Any  # what is multiplied first beside v
     load_rest: Any
     alloc_tiles: Any  # for all that is loaded beside v
@@ -122,6 +123,7 @@ class Sizes:
         self.width = part_width(p.KP)  # channels of a part of the state
         self.parts = p.KP // self.width
         self.rounds_whole = self.parts == 1  # whether a rounded copy of the whole state has registers
+        self.registers = config.registers or (REGISTERS if self.rounds_whole else WIDE_REGISTERS)
         self.rest_stages = config.rest_stages(case)  # slots of the ring of the rest
         self.shares_empty = self.rest_stages == config.num_stages  # whether the slots of both rings are empty at once
 
@@ -194,6 +196,11 @@ def finish_rounded(z, r, tiles, group, slot):
 
 
 @T.macro
+def await_nothing(x, i_t, i_h):
+    """All chunks are in memory."""
+
+
+@T.macro
 def load_first(z, x, i_t, i_h, tiles, slot, full):
     """Rows that are multiplied first; of wide states all rows that states are multiplied with."""
     load_parts(x.k_neg, i_t, i_h, tiles.k_neg, slot, full)
@@ -228,7 +235,9 @@ def alloc_tiles(z):
     return {**factors, "decay": decay_shared, "identity": identity}
 
 
-FACTOR_PRODUCTS = Products(load_first, load_rest, alloc_tiles, issue_values, finish_rounded, finish_chunk)
+FACTOR_PRODUCTS = Products(
+    await_nothing, load_first, load_rest, alloc_tiles, issue_values, finish_rounded, finish_chunk
+)
 
 
 @T.macro
@@ -243,7 +252,7 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
     step = T.alloc_var("int32")
     r = SimpleNamespace(state=state, state_io=state_io, value=value, value_io=value_io, output=output)
     segments, chunk_tokens, o, h, HV = x.segments, x.chunk_tokens, x.o, x.h, x.v.shape[1]
-    T.set_max_nreg(REGISTERS if z.rounds_whole else WIDE_REGISTERS, 1)
+    T.set_max_nreg(z.registers, 1)
     step = 0
     for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
         i = i_block + n * blocks
@@ -297,6 +306,7 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                 slot, phase = first_ring.place_to_fill(step)
                 rest_slot, rest_phase = rest_ring.place_to_fill(step)
                 i_t = first + c
+                z.products.await_chunk(x, i_t, i_h)
                 first_ring.acquire(slot, phase)
                 z.products.load_first(z, x, i_t, i_h, tiles, slot, first_ring.full)
                 for group in list(range(z.groups)):

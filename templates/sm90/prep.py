@@ -318,7 +318,7 @@ def store_queries(both, thread, i_t, i_hv, Aqk, inverse):
         i = n * 8 + thread // 8
         j = thread % 8 * 8
         for e in T.vectorized(8):
-            pairs[e] = both[n // 2 * 2 * BC + i % BC, j + e]
+            pairs[e] = both.tile[n // 2 * 2 * BC + i % BC, j + e]
         if (n >= 4) | (j < HALF):
             for e in T.vectorized(8):
                 kept = T.if_then_else(n // 2 >= thread % 8 // 2, pairs[e], 0.0)
@@ -331,7 +331,7 @@ def store_queries(both, thread, i_t, i_hv, Aqk, inverse):
 @T.macro
 def store_inverse(both, b_factor, at, A, Aqk, threads):
     """Aqk and A of a chunk from its pairs; these have been written by all threads."""
-    BT, io, thread = both.shape[0] // 2, A.dtype, T.get_thread_binding()
+    BT, io, thread = b_factor.shape[0], A.dtype, T.get_thread_binding()
     inverse = T.alloc_shared((BT, BT), io)
     block_rows = T.alloc_shared((BT, BC + 8), io)
     block_columns = T.alloc_shared((BT, BC + 8), io)

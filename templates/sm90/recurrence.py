@@ -35,6 +35,7 @@ class RecurrenceConfig(HopperConfig):
     """
 
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128)  # channels of a key that the stage is written for
+    registers: ClassVar[int | None] = None  # of a thread that multiplies; None for all there are
     BV: int = tunable(64, 64, 128)
     num_stages: int = tunable(2, 2, 3)
 

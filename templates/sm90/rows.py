@@ -43,3 +43,25 @@ BY_SUB_CHUNK = RowOrder(run=BC)  # pairs, norms and what they are multiplied wit
 LATER_FIRST = RowOrder(run=BC, later_first=True)
 # Operands of the gradients: the two rows of a thread in the matrix unit's order, 8 apart, belong to one token
 BY_EIGHT = RowOrder(run=BC // 2)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of q and of k, BY_SUB_CHUNK, multiplied with keys, and which of its rows belongs to a token's key."""
+
+    tile: Any  # [2 BT, BT], some columns more
+
+    def of_key(self, i: Any, j: Any) -> Any:
+        """Of token i with the key of token j."""
+        return self.tile[BY_SUB_CHUNK.row_of(i) + BC, j]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The same of rows of k alone."""
+
+    tile: Any  # [BT, BT], some columns more
+
+    def of_key(self, i: Any, j: Any) -> Any:
+        """Of token i with the key of token j."""
+        return self.tile[i, j]

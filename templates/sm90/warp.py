@@ -64,7 +64,7 @@ def _take_right(both, row, column, factor, two, right):
     """L^T as a right operand: of a row of L 16 columns."""
     for n in T.unroll(2):
         for e in T.vectorized(2):
-            two[e] = both[row, column + 8 * n + e]
+            two[e] = both.of_key(row, column + 8 * n + e)
         for e in T.unroll(2):
             two[e] = two[e] * factor
         for e in T.vectorized(2):
@@ -113,7 +113,7 @@ def substitute(both, b_factor, rows, columns, inverse, c):
     for r in T.unroll(BC):
         column[r] = T.if_then_else(r == c % BC, 1.0, 0.0)
         for m in T.unroll(r):
-            column[r] = column[r] - both[c // BC * 2 * BC + BC + r, c // BC * BC + m] * column[m]
+            column[r] = column[r] - both.of_key(c // BC * BC + r, c // BC * BC + m) * column[m]
     for r in T.unroll(BC):
         rows[c // BC * BC + r, c % BC] = T.cast(column[r], io)
     for r in T.unroll(BC):
@@ -136,7 +136,7 @@ def _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left
     _take_left(columns, pair * 2 * BC, 0, left)
     for n in T.unroll(2):
         r = pair * 2 * BC + BC + 8 * n + g
-        _take_right(both, pair * 4 * BC + 3 * BC + 8 * n + g, pair * 2 * BC + t, b_factor[r], two, right)
+        _take_right(both, pair * 2 * BC + BC + 8 * n + g, pair * 2 * BC + t, b_factor[r], two, right)
         _multiply(left, right, inner, 4 * n)
     for n in T.unroll(2):
         for e in T.unroll(2):
@@ -177,7 +177,7 @@ def _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, 
             _take_either(half == 0, across, 0, columns, BC, g, t, left)
         for m in T.unroll(4):  # 8 rows of L
             r = 2 * BC + 8 * m + g
-            _take_right(both, (2 + m // 2) * 2 * BC + BC + m % 2 * 8 + g, 16 * n + t, b_factor[r], two, right)
+            _take_right(both, 2 * BC + 8 * m + g, 16 * n + t, b_factor[r], two, right)
             _multiply(left, right, inner, 4 * m)
     for n in T.unroll(2):  # 16 rows of Y
         if n == 0:

@@ -25,7 +25,9 @@ WRONG_NAMES = {"d_o": "do"}  # do is a word of C
 
 
 class EmulatedKernel(Kernel):
-    """A kernel whose launch is a loop over blocks on the host. Of stages with one block a chunk and head."""
+    """A kernel whose launch is a loop over blocks on the host. Of stages with one block a chunk and head, or with
+    ``resident`` (of the config) on each multiprocessor, which take chunks and heads in turn.
+    """
 
     def __init__(self, stage: Stage, case: Case, config: Config) -> None:
         super().__init__(stage, case, config, CpuBinary(None))
@@ -69,7 +71,8 @@ class EmulatedKernel(Kernel):
         given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
         (tokens, H, _), (_, HV, _) = given["q"].shape, given["g"].shape
         given |= {"H": H, "HV": HV, "NT": len(given["chunk_tokens"]), "tokens": tokens}
-        arguments: list[Any] = [ctypes.c_int(given["NT"] * HV)]
+        most = self.case.device.num_sms * getattr(self.config, "resident", 1 << 16)
+        arguments: list[Any] = [ctypes.c_int(min(given["NT"] * HV, most))]
         for kind, name in self.arguments:
             x = given[name]
             if "*" in kind:

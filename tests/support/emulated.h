@@ -131,6 +131,12 @@ inline void run(int blocks, int count, std::function<void()> kernel) {
 }  // namespace fibers
 inline void __syncthreads() { fibers::wait(fibers::block, fibers::threads); }
 inline void __syncwarp() { fibers::wait_warp(); }
+inline void __threadfence() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+template <typename T>
+void AtomicStore(T* to, T value, int) {
+  *to = value;
+}
 
 namespace tl {
 enum class DataType { kBFloat16, kFloat32 };

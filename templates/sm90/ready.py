@@ -1,0 +1,53 @@
+"""Chunks in memory that one kernel makes while the next already reads: see fwd_gdn_pairs.
+
+    maker      withdraw     before it lets the next kernel start (T.pdl_trigger)
+               announce     after each chunk
+    reader     await_chunk  before it loads one
+               T.pdl_sync   before it ends, so that what follows it follows the maker too
+
+The next kernel starts when all blocks of the maker run, so that the maker never waits for room that the reader has.
+Where kernels may not overlap all chunks are ready at once. A tensor that only the maker uses must not share its place
+in a workspace with one that the reader writes; fwd_gdn_pairs has none.
+"""
+
+from __future__ import annotations
+
+from kda_tl.templates.common.heads import split_block
+from kda_tl.templates.common.language import T
+
+# TileLang 0.1.15 has no fence between what threads wrote to memory and what the tensor memory accelerator reads there
+FENCES = r"""
+static __device__ __forceinline__ void await_flag(const float* flag) {
+  float found;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=f"(found) : "l"(flag) : "memory");
+  } while (found != 1.0f);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+"""
+
+
+@T.macro
+def withdraw(ready, extents, i_block, blocks, turns):
+    """No chunk of a block's is ready."""
+    for n in T.serial(turns):
+        if T.get_thread_binding() == n % 128:
+            i_t, i_h, _ = split_block(i_block + n * blocks, extents)
+            ready[i_t, i_h] = 0.0
+    T.call_extern("handle", "__threadfence")
+    T.sync_threads()
+
+
+@T.macro
+def announce(ready, i_t, i_h):
+    """All threads have written a chunk."""
+    T.sync_threads()
+    if T.get_thread_binding() == 0:
+        T.call_extern("handle", "__threadfence")
+        T.atomic_store(ready[i_t, i_h], 1.0, memory_order="release")
+
+
+@T.macro
+def await_chunk(ready, i_t, i_h):
+    """Until a chunk is in memory, for the tensor memory accelerator too."""
+    T.call_extern("handle", "await_flag", T.address_of(ready[i_t, i_h]))
