@@ -75,12 +75,13 @@ def default_subjects(device: Device, chosen: Sequence[Workload] = (), *, static:
     Compiled only, one backward stands for all that are tuned: its kernels take half a minute on two cores.
     """
     for direction, tags in TAGS.items():
-        subjects: dict[Problem, Subject] = {}
+        subjects: dict[tuple[Problem, Plan], Subject] = {}
         mine = [workload for workload in chosen if workload.direction == direction]
         for workload in mine if chosen else select([tags[device.kind]]):
-            problem = workload.problem().without_lengths()
-            plan = default_plan(problem, device)
-            subjects.setdefault(problem, Subject(name=f"default {workload.name}", workload=workload, plan=plan))
+            problem = workload.problem()
+            plan = default_plan(problem, device)  # which lengths decide too
+            subject = Subject(name=f"default {workload.name}", workload=workload, plan=plan)
+            subjects.setdefault((problem.without_lengths(), plan), subject)
         one = static and direction == "bwd" and not chosen
         yield from list(subjects.values())[: 1 if one else None]
 

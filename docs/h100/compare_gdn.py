@@ -1,5 +1,7 @@
 """Times Gated DeltaNet's pipelines beside each other: ``python compare_gdn.py OUT.json [--peers FLA FlashQLA]``.
 
+A part alone: ``--only train``, ``--rows 0 2`` or ``--rows 16/64-2048x4`` (H / HV, tokens x batch).
+
 FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
 cold L2, medians of 20 replays. A training step is the forward and all gradients.
 """
@@ -28,10 +30,37 @@ from kda_tl.runtime.dispatch import pipeline_defaults
 
 ROWS = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 64, 8192, 1), (2, 8, 32768, 1), (16, 64, 2048, 4), (16, 64, 1024, 8))
 TRAINED = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 32, 32768, 1), (4, 8, 32768, 1))
+SHAPES = {"fwd": ROWS, "train": TRAINED}
 PIPELINES = {
     "fwd": ("gdn_pairs", "gdn_recurrence", "gdn_segments_4", "gdn_segments_8", "staged"),
     "bwd": ("gdn_scan", "gdn_scan_segments_4", "gdn_scan_segments_8", "staged_backward"),
 }
+
+
+Shape = tuple[int, int, int, int]
+
+
+def name_of(shape: Shape) -> str:
+    """``16/64-2048x4``: H / HV, tokens x batch."""
+    H, HV, tokens, batch = shape
+    return f"{H}/{HV}-{tokens}x{batch}"
+
+
+def choose(only: str | None, rows: list[str] | None) -> dict[str, tuple[Shape, ...]]:
+    """The shapes to time of each part; of some rows only, given by their place in a part or by their names.
+
+    Raises ValueError for a row that no part has.
+    """
+    parts = {part: shapes for part, shapes in SHAPES.items() if only in (None, part)}
+    if rows is None:
+        return parts
+    known = {part: {str(n): shape for n, shape in enumerate(shapes)} for part, shapes in parts.items()}
+    for part, shapes in parts.items():
+        known[part] |= {name_of(shape): shape for shape in shapes}
+    if unknown := [row for row in rows if not any(row in shapes for shapes in known.values())]:
+        names = ", ".join(dict.fromkeys(name_of(shape) for shapes in parts.values() for shape in shapes))
+        raise ValueError(f"there is no row {', '.join(unknown)}: give an index, or one of {names}")
+    return {part: tuple(dict.fromkeys(known[part][row] for row in rows if row in known[part])) for part in parts}
 
 
 def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan:
@@ -43,12 +72,12 @@ def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan
     return pipeline_defaults(pipeline, Case(problem=problem, device=current_device(), BT=64, BC=16))
 
 
-def draw(H: int, HV: int, tokens: int, batch: int) -> list[torch.Tensor]:
+def draw(H: int, HV: int, tokens: int, batch: int, seed: int = 1, device: str = "cuda") -> list[torch.Tensor]:
     """q, k, v, g, beta and the initial state."""
-    rng = torch.Generator("cuda").manual_seed(1)
+    rng = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=rng, device="cuda")
+        return torch.randn(*shape, generator=rng, device=device)
 
     q, k = (torch.nn.functional.normalize(normal(batch, tokens, H, 128), dim=-1).bfloat16() for _ in range(2))
     v = normal(batch, tokens, HV, 128).bfloat16()
@@ -86,13 +115,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--peers", nargs="*", choices=("FLA", "FlashQLA"), default=[], help="they compile for minutes")
+    parser.add_argument("--only", choices=tuple(SHAPES), help="one part instead of both")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows of each part: indices from 0, or names")
     args = parser.parse_args()
+    try:
+        chosen = choose(args.only, args.rows)
+    except ValueError as error:
+        parser.error(str(error))
     ours, peers = kda_tl.chunk_gated_delta_rule, {name: load_peer(name) for name in args.peers}
     versions = {"torch": torch.__version__, "tilelang": tilelang.__version__, "python": platform.python_version()}
     gpu, today = torch.cuda.get_device_name(), str(datetime.date.today())
     report: dict[str, Any] = {"gpu": gpu, **versions, "date": today, "about": __doc__, "fwd": [], "train": []}
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    for direction, shapes in (("fwd", ROWS), ("train", TRAINED)):
+    for direction, shapes in chosen.items():
         for H, HV, tokens, batch in shapes:
             x = draw(H, HV, tokens, batch)
             leaves = [y.requires_grad_(direction == "train") for y in x]

@@ -23,7 +23,9 @@ GPUS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
 # for these a wheel holds the first of DIMS only
 RUN = ("sm_90a",)
 
-HEADS = 32  # of defaults; a packaged plan has its own
+# Heads and tokens of defaults; a packaged plan has its own. Kernels serve all of them, but long sequences of few heads
+# are cut, which takes others
+SHAPES = ((32, 1024), (8, 32768))
 DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
 DTYPES = ("bf16", "fp16")
 
@@ -61,8 +63,8 @@ def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> I
 
 def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Iterator[Problem]:
     """The problems whose defaults a wheel holds."""
-    for dtype, (K, V), gate, states in product(DTYPES, dims, GATES, STATES):
-        shape = {"H": HEADS, "HV": HEADS, "K": K, "V": V, "tokens": 8192, "dtype": dtype}
+    for dtype, (K, V), (heads, tokens), gate, states in product(DTYPES, dims, SHAPES, GATES, STATES):
+        shape: dict[str, Any] = {"H": heads, "HV": heads, "K": K, "V": V, "tokens": tokens, "dtype": dtype}
         yield Problem(**shape, **gate, **states, l2norm=True, direction=direction)
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +24,17 @@ from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.runtime.compile import is_ready
 from kda_tl.runtime.program import Program
 
-# When nothing is tuned: the first whose stages take the case. The last runs on every device.
+# When nothing is tuned: the first whose stages take the case, see rank_pipelines. The last runs on every device.
 DEFAULT_PIPELINES = {
     "fwd": ("prep_recurrence", "gdn_pairs", "gdn_recurrence", "staged"),
     "bwd": ("prep_scan", "gdn_scan", "staged_backward"),
 }
 DEFAULT_BT = 64
 DEFAULT_BC = 16
+# When a batch is cut into segments, see choose_segments
+_BLOCK_CHANNELS = 64  # of a head's values that a thread block takes through all chunks of a sequence
+_MIN_CHUNKS = 16  # of a segment: what is done once a segment then takes a small part of the time
+_MIN_SEGMENTS = 4  # of the longest sequence: what is cut is walked twice, which half as long walks do not repay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,35 @@ def find_rejection(plan: Plan, case: Case) -> str:
     return next(reasons, "")
 
 
+def choose_segments(case: Case, choices: Iterable[int]) -> int:
+    """Into which of some numbers of segments a batch is cut when nothing is tuned; 1 leaves sequences whole.
+
+    Whole sequences of few heads leave most of a GPU idle. So it is the largest number whose thread blocks run side by
+    side, if segments are long enough and the longest sequence has several of them. They are counted as a layout does,
+    all sequences together (:func:`kda_tl.core.layout.make_layout`). What has no lengths is not cut.
+    """
+    p, device = case.problem, case.device
+    blocks, chunks = p.HV * -(-p.V // _BLOCK_CHANNELS), -(-p.tokens // case.BT)
+    fitting = (n for n in choices if n * blocks <= device.num_sms and n * _MIN_CHUNKS <= chunks)
+    return max((n for n in fitting if n * p.longest >= _MIN_SEGMENTS * p.tokens), default=1)
+
+
+def rank_pipelines(case: Case) -> list[str]:
+    """The pipelines of a case's pass by their names, as they run when nothing is tuned: the first that takes the case.
+
+    Those that cut a batch as :func:`choose_segments` says come before those that leave sequences whole. Other cuts come
+    after these: their kernels may be the only ones that are there where none can be compiled.
+    """
+    from kda_tl.templates.pipelines import PIPELINES
+
+    direction = case.problem.direction
+    *whole, last = DEFAULT_PIPELINES[direction]
+    cuts = [pipeline for pipeline in PIPELINES.values() if pipeline.direction == direction and pipeline.segments > 1]
+    segments = choose_segments(case, {pipeline.segments for pipeline in cuts})
+    first = [pipeline.name for pipeline in cuts if pipeline.segments == segments]
+    return [*first, *whole, *(pipeline.name for pipeline in cuts if pipeline.segments != segments), last]
+
+
 def iter_defaults(
     problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
 ) -> Iterator[Plan]:
@@ -127,17 +160,17 @@ def iter_defaults(
     InputError if the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
     largest chunks if it is about one pipeline.
     """
-    ranked = DEFAULT_PIPELINES[problem.direction] if pipeline is None else (pipeline,)
     sizes = [size for size in BT_CHOICES if size <= BT]  # the largest first
     cases = [Case(problem=problem, device=device, BT=size, BC=min(BC, size)) for size in sizes]
+    ranked = [(case, name) for case in cases for name in (rank_pipelines(case) if pipeline is None else (pipeline,))]
     failures: list[str] = []
-    for case, name in itertools.product(cases, ranked):
+    for case, name in ranked:
         plan = pipeline_defaults(name, case)
         if rejection := find_rejection(plan, case):
             failures.append(rejection)
         else:
             yield plan
-    if len(failures) == len(cases) * len(ranked):
+    if len(failures) == len(ranked):
         if pipeline is not None:
             raise InputError(f"{pipeline} does not run {problem.key} on {device.slug}: {failures[0]}.")
         raise InputError(f"{problem.key} does not fit {device.slug}: {failures[-1]}.")
@@ -201,12 +234,13 @@ def select_plan(
                 plan=plan, step=hit.step, source=source, reason=hit.reason, stale=stale, passed_over=over
             )
     defaults = iter_defaults(problem, device, BT=chunk_size or DEFAULT_BT)
-    possible = [each for each in defaults if numerics in (None, numerics_class(each))]
-    chosen = next((each for each in possible if runs is None or runs(each)), None)
-    if chosen is None and possible:
-        return _select_reference(device)
-    if chosen is None:
+    possible = (each for each in defaults if numerics in (None, numerics_class(each)))
+    first = next(possible, None)
+    if first is None:
         raise InputError(f"no plan of the pinned numerics class {numerics} serves {problem.key} on {device.slug}.")
+    chosen = next((each for each in itertools.chain([first], possible) if runs is None or runs(each)), None)
+    if chosen is None:
+        return _select_reference(device)
     if chunk_size not in (None, chosen.BT):
         what = f"{device.slug} has no room for chunks" if numerics is None else f"{numerics} has no chunks"
         raise InputError(f"{what} of {chunk_size} tokens: pass chunk_size={chosen.BT} or less.")

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.isolate import WorkerFailure
-from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
-from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_PIPELINES, find_rejection
+from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case
+from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT, find_rejection, rank_pipelines
 from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
 from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan
@@ -59,7 +59,7 @@ def list_variants(run: Run, workload: Workload) -> list[ChunkVariant]:
 
     :func:`screen` times them in this order, and has the first one's search compiled before it knows the others.
     """
-    ranked = DEFAULT_PIPELINES[workload.direction]
+    ranked = rank_pipelines(Case(problem=workload.problem(), device=run.device, BT=DEFAULT_BT, BC=DEFAULT_BC))
     searched = plan_search.searched_pipelines(run, workload)
     pipelines = sorted(searched, key=lambda p: ranked.index(p.name) if p.name in ranked else len(ranked))
     variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]

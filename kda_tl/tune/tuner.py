@@ -21,7 +21,7 @@ from kda_tl.core.packages import importing
 from kda_tl.core.stage import Config, Plan, Stage
 from kda_tl.database import store
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
-from kda_tl.runtime.dispatch import DEFAULT_PIPELINES, default_plan, select_plan
+from kda_tl.runtime.dispatch import default_plan, iter_defaults, select_plan
 from kda_tl.runtime.lower import require_compiler
 from kda_tl.tune import events, plan_search
 from kda_tl.tune.events import ChunkVariant, OnEvent, StageResult, TuneReport, WorkloadReport
@@ -183,10 +183,11 @@ def _tune_one_stage(run: Run, report: WorkloadReport, stage: str, deadline: floa
     if not found:
         who = f"no {problem.direction} pipeline runs" if run.pipeline is None else f"{run.pipeline} does not run"
         raise InputError(f"{who} {stage!r} for {workload.name}: pass another workload.")
-    pipeline = next((name for name in DEFAULT_PIPELINES[problem.direction] if name in found), next(iter(found)))
-    default = default_plan(problem, run.device, pipeline=pipeline)
-    fixture = make_fixture(run, workload, ChunkVariant(pipeline=pipeline, BT=default.BT, BC=default.BC))
-    return _add_stages(report, [tune_stage(run, fixture, found[pipeline], deadline=deadline)])
+    default = next((plan for plan in iter_defaults(problem, run.device) if plan.pipeline in found), None)
+    default = default or default_plan(problem, run.device, pipeline=next(iter(found)))  # raises what it rejects
+    variant = ChunkVariant(pipeline=default.pipeline, BT=default.BT, BC=default.BC)
+    fixture = make_fixture(run, workload, variant)
+    return _add_stages(report, [tune_stage(run, fixture, found[variant.pipeline], deadline=deadline)])
 
 
 def tune_plan(

@@ -38,10 +38,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     build_program.cache_clear()
 
 
-@pytest.mark.parametrize("gate", ["safe", "softplus", "log"])
+@pytest.mark.parametrize(
+    "operator, gate",
+    [
+        *(("chunk_kda", gate) for gate in ("safe", "softplus", "log")),
+        ("chunk_gated_delta_rule", "softplus"),
+        ("chunk_gated_delta_rule", "log"),
+    ],
+)
 @pytest.mark.parametrize("T, H, dtype", [(8192, 32, "bf16"), (32768, 8, "bf16"), (1000, 4, "fp16")])
-def test_the_kernels_of_a_call_are_listed(gate: str, T: int, H: int, dtype: str, asked: set[str]) -> None:
-    workload = Workload(name="x", T=T, H=H, dtype=dtype, gate=gate, direction="bwd")
+def test_the_kernels_of_a_call_are_listed(
+    operator: str, gate: str, T: int, H: int, dtype: str, asked: set[str]
+) -> None:
+    """Untuned calls of few heads too, which are cut in both passes: the backward finds what the forward kept."""
+    workload = Workload(name="x", T=T, H=H, dtype=dtype, gate=gate, operator=operator, direction="bwd")
     problem = replace(workload.problem(), direction="fwd")
     forward = select_plan(problem, HOPPER, sources()).plan
     assert forward is not None
@@ -68,8 +78,12 @@ def test_a_wheel_holds_the_packaged_plans_first_and_then_defaults_of_usual_calls
     assert tuned and max(places[digest] for digest in tuned) == len(tuned) - 1
     held = {(k.case.problem.dtype, k.case.problem.K, k.case.problem.V, k.case.problem.gate) for k in kernels}
     assert held >= {(t, *dims, gate) for t in ("bf16", "fp16") for dims in DIMS for gate in ("safe", "softplus", "log")}
-    for problem in list_problems("bwd"):  # a call of each finds all that it asks for
-        assert {k.digest for k in list_calls(problem, devices[0], sources())} <= places.keys()
+    for problem in list_problems("bwd"):  # a call of each finds all that it asks for, with other heads and lengths too
+        for HV, tokens in ((problem.HV, problem.tokens), (32, 8192), (16, 4096)):
+            other = replace(problem, H=HV, HV=HV, tokens=tokens, longest=tokens)
+            assert {k.digest for k in list_calls(other, devices[0], sources())} <= places.keys()
+    held_stages = {(k.stage.name, k.case.problem.K) for k in kernels}
+    assert held_stages >= {(name, 64) for name in ("fwd_recurrence", "fwd_resume", "bwd_scan", "bwd_resume")}
 
 
 def test_architectures_that_were_run_nowhere_have_fewer_kernels() -> None:

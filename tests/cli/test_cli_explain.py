@@ -97,6 +97,15 @@ def test_explain_for_a_gpu_that_is_elsewhere(run: Run) -> None:
     assert (choice["step"], choice["source"]) == ("same architecture", "packaged")
 
 
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(("way", "pipeline"), [("fwd", "gdn_segments_8"), ("bwd", "gdn_scan_segments_8")])
+def test_explain_says_that_few_heads_are_cut(run: Run, way: str, pipeline: str) -> None:
+    words = ("--operator", "chunk_gated_delta_rule", "--heads", "2", "--value-heads", "8", "--gate", "log")
+    code, out, _ = run("explain", *words, "--tokens", "32768", "--pass", way, "--gpu", "h100", "--json")
+    (choice,) = json.loads(out)["workloads"]
+    assert (code, choice["step"], choice["plan"]["pipeline"]) == (0, "default", pipeline)
+
+
 def test_source(run: Run) -> None:
     argv = ("source", "fwd_gate", "--gpu", "cpu", "--BT", "16", "--BC", "8", "--config", "unroll=8")
     code, out, err = run(*argv)

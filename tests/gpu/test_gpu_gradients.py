@@ -12,6 +12,8 @@ from support.gpu_cases import (
     BACKWARD,
     DECAYS,
     GRADIENT_TOLERANCE,
+    LONG,
+    LONG_TOKENS,
     PACKED,
     SCANNED,
     backward,
@@ -31,13 +33,6 @@ pytestmark = [
 ]  # the first waits for all kernels
 
 LENGTHS = (15, 63, 64, 65)
-# one of each gate: their truth is token by token, 4096 of them in a row
-LONG = (
-    "bf16-safe-K128-V128",
-    "bf16-softplus-K100-V60-H4",
-    "bf16-log-K128-V128-BT16",
-    "scan-softplus-K64-V128",
-)
 EXTREME = (
     "bf16-safe-K128-V128-BT32-GVA-vk",
     "bf16-softplus-K60-V100-GVA-vk",
@@ -86,7 +81,7 @@ def test_gradients_equal_recurrence(name: str, decay: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("T", (1000, 4096))
+@pytest.mark.parametrize("T", LONG_TOKENS)
 def test_long_sequences(name: str, T: int, seed: int) -> None:
     assert_right(name, draw_backward(draw(name, (T,), seed), seed))
 

@@ -21,6 +21,7 @@ from support.operator_cases import SMALL
 
 from kda_tl import workspace_bytes
 from kda_tl.core.layout import make_layout
+from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, static_sizes
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError, UnsupportedError
@@ -82,6 +83,18 @@ def test_arguments_and_problems_agree(seed: int) -> None:
         packed = {**{n: x.flatten(0, 1)[None] if n in "qkvgbeta" else x for n, x in arguments.items()}}
         packed["cu_seqlens"] = torch.tensor([0, 100, 200])
         assert workspace_bytes(**packed, direction=direction) == found
+
+
+@pytest.mark.parametrize(("direction", "pipeline"), [("fwd", "gdn_segments_8"), ("bwd", "gdn_scan_segments_8")])
+def test_few_heads_take_the_workspace_of_what_cuts_them(direction: str, pipeline: str) -> None:
+    given: dict[str, Any] = {"operator": "chunk_gated_delta_rule", "scalar_gate": True, "gate": "log"}
+    problem = Problem(H=2, HV=8, K=128, V=128, tokens=32768, **given)
+    posed = replace(problem, direction=direction)
+    plan = default_plan(posed, H200, pipeline=pipeline)
+    tables, sizes = make_layout((0, 32768), plan.BT, torch.device("cpu"), PIPELINES[pipeline].segments)
+    held = sum(table.nbytes for table in tables.values())
+    expected = held + Workspace.of(record(plan, posed, H200, sizes)).bytes
+    assert sizes["NS"] == 8 and workspace_bytes(problem, device=H200, direction=direction) == expected
 
 
 def test_what_is_kept_counts_in_the_forward(seed: int) -> None:

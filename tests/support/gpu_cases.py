@@ -144,6 +144,9 @@ OTHER = {
 # Stages that take cut sequences of cases which the stages around them do not
 APART = ("fwd_merge", "bwd_scan", "bwd_gdn_scan", "bwd_segment", "bwd_merge", "bwd_resume")
 BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
+# One of each gate for long sequences: their truth is token by token, 4096 of them in a row. Defaults cut these
+LONG = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "bf16-log-K128-V128-BT16", "scan-softplus-K64-V128")
+LONG_TOKENS = (1000, 4096)
 FORWARD = SPECIALISED | HOPPER | ODD | OTHER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
@@ -305,6 +308,10 @@ def list_kernels() -> list[Job]:
     for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
         wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
+    for BT_of_it, problem in (BACKWARD[name] for name in LONG):
+        long = replace(problem, tokens=LONG_TOKENS[-1])
+        for each in (long, backward_of(long)):
+            wanted += jobs_of(each, next(iter_defaults(each, device(), BT=BT_of_it)))
     for BT_of_it, problem in (ODD | OTHER).values():
         wanted += jobs_of(problem, plan_of(problem, BT_of_it))
     for problem in (WIDE, HUGE):

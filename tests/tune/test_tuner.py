@@ -237,7 +237,7 @@ def test_every_pipeline_is_timed_when_the_time_is_over(monkeypatch: pytest.Monke
     quiet = SimpleNamespace(device=known_device("nvidia_h200"), pipeline=None, pool=Mock(overlap=False), emit=Mock())
     found = screening.screen(quiet, Workload(name="w", T=1024, H=8), deadline=0.0)
     assert [(v.pipeline, v.BT) for v in found] == [
-        (name, 64) for name in ("prep_recurrence", "staged", "prep_segments_4", "prep_segments_8", "prep_segments_16")
+        (name, 64) for name in ("prep_recurrence", "prep_segments_4", "prep_segments_8", "prep_segments_16", "staged")
     ]
 
 

@@ -195,6 +195,20 @@ def test_a_stage_is_tuned_in_the_pipeline(tune: Tune) -> None:
     assert "staged_backward does not run 'bwd_reduce' for backward" in report.failure
 
 
+def test_what_cuts_few_heads_by_default_is_tuned_first(tune: Tune, pool: MadeUpCrew) -> None:
+    """The default that others are held against, the first that is timed, and the pipeline of a stage that is named."""
+    long = Workload(name="long", T=32768, H=8, gate="log", operator="chunk_gated_delta_rule")
+    for workload, default, stage in (
+        (long, "gdn_segments_8", "fwd_merge"),
+        (replace(long, direction="bwd"), "gdn_scan_segments_8", "bwd_gdn_gradients"),
+    ):
+        events: list[Any] = []
+        (report,) = tune(workload, on_event=events.append).workloads
+        assert report.default is not None and report.default.pipeline == default == screened(events)[0][0]
+        (report,) = tune(workload, stage=stage).workloads
+        assert [s.variant.pipeline for s in report.stages] == [default], report.failure
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
