@@ -8,7 +8,7 @@ static struct {
   uint32_t extent[7];
   uint64_t stream;
   uint64_t parameters[64];
-  int launches, modules, shared_bytes, refuse;
+  int launches, modules, shared_bytes, carveout, early, refuse;
 } noted;
 
 void* fake_noted(void) { return &noted; }
@@ -29,6 +29,7 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) {
   if (attribute == 8) noted.shared_bytes = value;
+  if (attribute == 9) noted.carveout = value;
   return 0;
 }
 // A map holds its address, rank, sizes and strides here, as 64-bit numbers
@@ -43,12 +44,15 @@ int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* address
   for (uint32_t i = 0; i < rank; ++i) map[11 + i] = box[i];
   return 0;
 }
-int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void* stream, void** parameters, void** extra) {
-  const unsigned extent[7] = {gx, gy, gz, bx, by, bz, shared};
+struct Attribute { int id, padding, value[16]; };
+struct Launch { unsigned extent[7]; void* stream; struct Attribute* attributes; unsigned count; };
+int cuLaunchKernelEx(const struct Launch* how, void* function, void** parameters, void** extra) {
   if (noted.refuse) return noted.refuse;
-  memcpy(noted.extent, extent, sizeof extent);
-  noted.stream = (uint64_t)stream;
+  memcpy(noted.extent, how->extent, sizeof noted.extent);
+  noted.stream = (uint64_t)how->stream;
+  noted.early = 0;
+  for (unsigned i = 0; i < how->count; ++i)
+    if (how->attributes[i].id == 6) noted.early = how->attributes[i].value[0];
   // read as 8 bytes each: of a tensor map the address, of an int32 its low half
   for (int i = 0; i < 16; ++i) memcpy(&noted.parameters[i], parameters[i], i < 11 ? 8 : 4);
   ++noted.launches;

@@ -29,6 +29,8 @@ STAGE = templates.load("fwd_segment")  # tensor maps, pointers and sizes
 CONFIG = STAGE.default(CASE)
 SIZES = {"tokens": 640, "NT": 10, "N": 1, "NS": 4, "NC": 3}
 
+OVERLAPPING = [("fwd_gdn_pairs", "03456n", 100, 0), ("fwd_gdn_recurrence", "03456e", 0, 1)]
+
 pytestmark = [
     pytest.mark.rest,  # the kernel takes 10 s
     pytest.mark.skipif(find_compiler(HOPPER) is None, reason="no nvcc: pip install 'kda-tl[cuda-compiler]'"),
@@ -43,6 +45,8 @@ class Noted(ctypes.Structure):
         ("launches", ctypes.c_int),
         ("modules", ctypes.c_int),
         ("shared_bytes", ctypes.c_int),
+        ("carveout", ctypes.c_int),
+        ("early", ctypes.c_int),
         ("refuse", ctypes.c_int),
     )
 
@@ -91,9 +95,32 @@ def test_the_driver_gets_what_the_kernel_needs(driver: ctypes.CDLL, bundle: Path
     assert list(noted.parameters)[11:16] == [CASE.problem.HV, *(SIZES[name] for name in ("NC", "NS", "NT", "tokens"))]
     assert list(noted.extent)[1:6] == [1, 1, 384, 1, 1] and noted.extent[0] % 3 == 0
     assert noted.extent[6] == noted.shared_bytes > 48 << 10
+    assert (noted.carveout, noted.early) == (0, 0), "it neither leaves room for the next kernel nor starts early"
     noted.refuse = 700
     assert call() != 0 and take_error() == "fwd_segment_kernel: the kernel was not launched: the fake driver said no"
     noted.refuse = 0
+
+
+@pytest.mark.parametrize(("name", "launch", "carveout", "early"), OVERLAPPING)
+def test_kernels_that_overlap_leave_room_and_start_early(
+    driver: ctypes.CDLL, tmp_path: Path, name: str, launch: str, carveout: int, early: int
+) -> None:
+    """A multiprocessor's memory is not parted anew while a block runs there, so the first of two kernels decides."""
+    stage = templates.load(name)
+    problem = Problem(
+        H=4, HV=8, K=128, V=128, tokens=0, operator="chunk_gated_delta_rule", scalar_gate=True, gate="log"
+    )
+    case = Case(problem=problem, device=HOPPER, BT=64, BC=16)
+    entry = build_binary(stage, case, stage.default(case), tmp_path)
+    slots = slots_of(stage, case)
+    sizes = {"tokens": 640, "NT": 10, "N": 1, "NS": 1, "H": 4, "HV": 8}
+    headers = Headers([(slot.shape(sizes), slot.dtype) for slot in slots], torch.device("cuda", 0))
+    headers.addresses[:] = [4096 * (i + 1) for i in range(len(slots))]
+    block = Arguments([headers.address(i) for i in range(len(slots))], len(stage.scalars))
+    driver.fake_noted().contents.carveout = 0
+    assert prepare_call(link_binary(tmp_path / entry.binary), block)() == 0, take_error()
+    noted = driver.fake_noted().contents
+    assert entry.launch == launch and (noted.carveout, noted.early) == (carveout, early)
 
 
 @pytest.mark.parametrize("fault", ["flipped", "truncated", "removed", "swapped"])
