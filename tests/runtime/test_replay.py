@@ -153,7 +153,8 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
         plain = make_replay(forward.flow(case.problem, ("o", "ht")), kernels, sizes)
         names = dict.fromkeys((*RESULTS["fwd"], *residuals))
         keep = make_replay(forward.flow(case.problem, tuple(names)), kernels, sizes)
-        assert keep.workspace_bytes == 0 < plain.workspace_bytes
+        flags = 4 * sizes["NT"] * case.problem.HV * any("ready" in stage.outputs for stage in forward.stages)
+        assert keep.workspace_bytes == flags < plain.workspace_bytes, "all but what says that a chunk is ready is kept"
         expected, out = plain(x), keep(x)
         assert expected.keys() == {"o", "ht"} and out.keys() == names.keys()
         assert torch.equal(out["o"], expected["o"])
