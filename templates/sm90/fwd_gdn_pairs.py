@@ -87,8 +87,9 @@ class PairsConfig(GdnPrepConfig):
 
     @classmethod
     def default(cls, case: Case) -> Config:
-        """As many blocks as have room."""
-        return first_valid(case, *(cls(blocks=n) for n in (4, 3, 2)))
+        """As many blocks as have room; two run beside a recurrence, all where the backward waits for the last chunk."""
+        beside = case.problem.direction == "fwd"
+        return first_valid(case, *(cls(blocks=n, resident=2 if beside else n) for n in (4, 3, 2)))
 
 
 def build(case: Case, config: PairsConfig) -> Any:
