@@ -53,8 +53,9 @@ int cuLaunchKernelEx(const struct Launch* how, void* function, void** parameters
   noted.early = 0;
   for (unsigned i = 0; i < how->count; ++i)
     if (how->attributes[i].id == 6) noted.early = how->attributes[i].value[0];
-  // read as 8 bytes each: of a tensor map the address, of an int32 its low half
-  for (int i = 0; i < 16; ++i) memcpy(&noted.parameters[i], parameters[i], i < 11 ? 8 : 4);
+  // of the kernel that has so many, read as 8 bytes each: of a tensor map the address, of an int32 its low half
+  const int count = strcmp(log_device_function, "fwd_segment_kernel") ? 0 : 16;
+  for (int i = 0; i < count; ++i) memcpy(&noted.parameters[i], parameters[i], i < 11 ? 8 : 4);
   ++noted.launches;
   return 0;
 }
