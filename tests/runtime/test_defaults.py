@@ -1,0 +1,172 @@
+"""What runs where nothing is tuned; nothing is compiled."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from support.dispatch_cases import H200, PROBLEM
+
+from kda_tl.core.device import Device
+from kda_tl.core.layout import dense_bounds, make_layout
+from kda_tl.core.problem import DTYPES, Problem
+from kda_tl.core.stage import Case
+from kda_tl.database.gpus import known_device
+from kda_tl.database.store import Database
+from kda_tl.errors import InputError
+from kda_tl.runtime.dispatch import (
+    DEFAULT_PIPELINES,
+    Pin,
+    default_plan,
+    numerics_class,
+    parse_plan,
+    rank_pipelines,
+    select_plan,
+)
+from kda_tl.templates.pipelines import PIPELINES
+
+H100 = known_device("nvidia_h100_80gb_hbm3")
+H20 = known_device("nvidia_h20")
+
+
+def test_default_takes_the_first_pipeline_that_can() -> None:
+    """Hopper's own where it runs; the staged one elsewhere, and where the fast one is not written for the call."""
+    assert all(
+        PIPELINES[name].direction == direction for direction, names in DEFAULT_PIPELINES.items() for name in names
+    )
+    others: list[tuple[Problem, Device, dict[str, Any]]] = [
+        (PROBLEM, known_device("nvidia_a100_sxm4_80gb"), {}),
+        (replace(PROBLEM, dtype="fp16"), H200, {}),
+        (PROBLEM, H200, {"chunk_size": 32}),
+    ]
+    for problem, device, asked in ((PROBLEM, H200, {"chunk_size": 64}), *others):
+        choice = select_plan(problem, device, [], **asked)
+        expected = "staged" if (problem, device, asked) in others else "prep_recurrence"
+        assert choice.plan is not None and (choice.step, choice.plan.pipeline) == ("default", expected)
+
+
+GDN = {"operator": "chunk_gated_delta_rule", "scalar_gate": True, "gate": "log"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "segments"),
+    [
+        ({}, 8),
+        ({"HV": 4}, 16),
+        ({"HV": 1}, 16),  # there are no more
+        ({"HV": 16}, 4),
+        ({"HV": 17}, 1),  # 136 thread blocks for 132 multiprocessors
+        ({"HV": 32}, 1),
+        ({"HV": 16, "V": 64}, 8),
+        ({"tokens": 16 * 8 * 64 - 63}, 8),
+        ({"tokens": 16 * 8 * 64 - 64}, 4),  # segments of 15.9 chunks
+        ({"tokens": 16 * 4 * 64 - 64}, 1),
+        ({"HV": 2, "tokens": 4 * 8192, "sequences": 4}, 16),
+        ({"HV": 2, "tokens": 5 * 8192, "sequences": 5}, 1),  # 16 segments in all are 3.2 of each
+        ({"HV": 2, "tokens": 8192, "sequences": 9, "longest": 2048, "varlen": True}, 1),
+        ({"HV": 2, "tokens": 32768, "sequences": 9, "longest": 8192, "varlen": True}, 16),
+        ({"tokens": 0}, 1),
+    ],
+)
+def test_few_heads_of_long_sequences_are_cut(changes: dict[str, Any], segments: int) -> None:
+    """In both passes of both operators: into as many segments as fill the GPU, if they are long enough."""
+    for given, forward, backward in (({}, "prep_recurrence", "prep_scan"), (GDN, "gdn_pairs", "gdn_scan")):
+        problem = replace(PROBLEM, H=1, HV=8, tokens=32768, longest=0, **given)
+        problem = replace(problem, **{"longest": 0} | changes)
+        for direction, whole in (("fwd", forward), ("bwd", backward)):
+            cut = f"{whole.partition('_recurrence')[0].partition('_pairs')[0]}_segments_{segments}"
+            choice = select_plan(replace(problem, direction=direction), H100, [])
+            assert choice.plan is not None and choice.step == "default"
+            assert choice.plan.pipeline == (whole if segments == 1 else cut), direction
+        if segments > 1 and not problem.varlen:  # they are counted as a layout does: all sequences together
+            bounds = dense_bounds(problem.sequences, problem.longest)
+            assert make_layout(bounds, 64, torch.device("cpu"), segments).sizes["NS"] == segments
+
+
+def test_what_is_cut_is_what_stages_take() -> None:
+    """Fewer multiprocessors are filled by fewer segments, and what cut pipelines are not written for stays whole."""
+    few = replace(PROBLEM, H=2, HV=8, tokens=32768, longest=0)
+    gdn = replace(few, **GDN)
+    expected: list[tuple[Problem, Device, dict[str, Any], str]] = [
+        (few, H20, {}, "prep_segments_4"),
+        (few, H200, {"chunk_size": 64}, "prep_segments_8"),
+        (replace(few, intermediate_states=True), H200, {"chunk_size": 64}, "prep_segments_8"),
+        (few, H200, {"chunk_size": 32}, "staged"),
+        (few, known_device("nvidia_a100_sxm4_80gb"), {}, "staged"),
+        (replace(few, K=256), H200, {}, "prep_recurrence"),
+        (replace(gdn, K=100), H200, {}, "gdn_segments_8"),
+        (replace(gdn, K=100, tokens=100, longest=100), H200, {}, "gdn_recurrence"),
+        (replace(gdn, K=256), H200, {}, "gdn_recurrence"),
+        (replace(gdn, direction="bwd", K=96), H200, {}, "staged_backward"),
+    ]
+    for problem, device, asked, pipeline in expected:
+        choice = select_plan(problem, device, [], **asked)
+        assert choice.plan is not None and choice.plan.pipeline == pipeline, (problem.key, device.slug, asked)
+
+
+def test_every_pipeline_of_a_pass_has_a_rank() -> None:
+    """Those that cut too, though no case asks for their number of segments: their kernels may be all there are."""
+    for direction, tokens in itertools.product(("fwd", "bwd"), (100, 32768)):
+        problem = replace(PROBLEM, direction=direction, H=2, HV=8, tokens=tokens, longest=tokens)
+        ranked = rank_pipelines(Case(problem=problem, device=H200, BT=64, BC=16))
+        assert sorted(ranked) == sorted(p.name for p in PIPELINES.values() if p.direction == direction)
+        assert ranked[-1] == DEFAULT_PIPELINES[direction][-1]
+        assert (PIPELINES[ranked[0]].segments > 1) is (tokens > 100)
+
+
+def test_kernels_of_cut_and_of_whole_sequences_stand_in_for_each_other() -> None:
+    """Where nothing can be compiled: kernels know no lengths, so what a bundle has of one call serves the other."""
+    short, long = (replace(PROBLEM, H=2, HV=8, tokens=tokens, longest=tokens) for tokens in (100, 32768))
+    only_cut = select_plan(short, H200, [], runs=lambda plan: PIPELINES[plan.pipeline].segments > 1)
+    only_whole = select_plan(long, H200, [], runs=lambda plan: PIPELINES[plan.pipeline].segments == 1)
+    assert only_cut.plan is not None and only_cut.plan.pipeline == "prep_segments_4"
+    assert only_whole.plan is not None and only_whole.plan.pipeline == "prep_recurrence"
+    pin = Pin(numerics=numerics_class(only_whole.plan))
+    assert select_plan(long, H200, [], pin=pin).plan == only_whole.plan
+
+
+def test_a_tuned_plan_comes_before_the_cut_default() -> None:
+    """All packaged plans serve their own problems, and where a near one is whole so is what runs."""
+    packaged = Database.load(files("kda_tl.tuning_db"), "packaged")
+    differ = set()
+    for (slug, operator, direction), file in packaged.files.items():
+        for key, entry in file.entries.items():
+            problem, device = key.problem(operator, direction), known_device(slug)
+            choice = select_plan(problem, device, [packaged])
+            assert (choice.step, choice.plan) == ("exact bucket", parse_plan(entry.plan, problem, device))
+            if choice.plan.pipeline != (untuned := default_plan(problem, device).pipeline):
+                differ.add((choice.plan.pipeline, untuned))
+    assert ("prep_segments_16", "prep_segments_8") in differ
+    near = replace(PROBLEM, H=8, HV=8, tokens=4096, longest=4096)
+    assert default_plan(near, H200).pipeline == "prep_segments_4"
+    served = select_plan(near, H200, [packaged])
+    assert served.plan is not None and (served.step, served.plan.pipeline) == ("nearest bucket", "prep_segments_8")
+
+
+@pytest.mark.parametrize(
+    "slug", ("cpu", "nvidia_a100_sxm4_80gb", "nvidia_l4", "nvidia_geforce_rtx_5090", "nvidia_h200")
+)
+def test_default_plan_runs_everywhere(slug: str) -> None:
+    """Whatever the device, what is served when nothing is tuned is not rejected by its own stages.
+
+    But fp32 with long keys where shared memory is short: its products take twice the room.
+    """
+    device = known_device(slug)
+    failures = []
+    for K, V, dtype in itertools.product((32, 60, 64, 100, 128, 256), (32, 100, 128, 256), DTYPES):
+        problem = Problem(H=2, HV=4, K=K, V=V, tokens=100, dtype=dtype)
+        if device.kind == "cuda" and device.smem_bytes < 128 << 10 and (dtype, K) == ("fp32", 256):
+            with pytest.raises(InputError, match=f"does not fit {slug}: .* shared"):
+                select_plan(problem, device, [])
+            continue
+        choice = select_plan(problem, device, [])
+        assert choice.step == "default" and choice.plan is not None
+        try:
+            parse_plan(choice.plan.as_dict(), problem, device)
+        except InputError as error:
+            failures.append(f"K={K} V={V} {dtype}: {error}")
+    assert not failures, f"{len(failures)} of 72 problems, as {failures[0]}"
