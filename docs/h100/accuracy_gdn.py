@@ -5,7 +5,7 @@
 Problems: ``--problems`` of them, in turns of SPECIALISED, whose kernels are compiled first, side by side. Drawn are
 heads, lengths of dense and packed sequences, and gates: sizes log-uniform from 1e-6 to 50 nats, one a head or one a
 token, of which a token has half to all. In half of the problems some tokens are masked: half of the tokens have no
-decay ("flat", as in FLA's tests), or a tenth of them 1e4 nats ("steep"). Results and all gradients are compared with
+decay ("flat"), or a tenth of them 1e4 nats ("steep"). Results and all gradients are compared with
 autograd through the recurrence, on the same rounded tensors. What exceeds the tolerances of the GPU tests is listed. As
 there, an error of dbeta, dg, dA_log or ddt_bias that exceeds them is first taken relative to the size of the terms that
 the gradient is the sum of; and gradients of the gate are not judged where it saturates: masked steep, or steeper than

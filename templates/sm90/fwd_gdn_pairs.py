@@ -93,7 +93,7 @@ class PairsConfig(GdnPrepConfig):
 
 
 def build(case: Case, config: PairsConfig) -> Any:
-    """The kernel: one thread block a (chunk, value head)."""
+    """The kernel: thread blocks take (chunk, value head) in turn."""
     heads = Heads.of(case.problem)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 

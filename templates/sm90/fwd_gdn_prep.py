@@ -5,8 +5,8 @@
     A = (I + L)^-1 diag(beta),   L[i, j] = beta_i 2^(G_i - G_j) <k_i, k_j>   j < i
 
 The gate is a number a token, so pairs are products of the caller's very rows, and it multiplies them afterwards, with
-norms and step sizes: no operand is rounded, nothing is anchored, and since G falls no power of two is above 1. Norms,
-the inverse and the order of rows are fwd_prep's.
+norms and step sizes: no operand is rounded, nothing is anchored, and since G falls no power of two is above 1. Norms
+and the inverse are fwd_prep's.
 
     phase            warps of 4                               barrier before it
     load_rows        q and k async, by all
@@ -85,7 +85,7 @@ class GdnPrepConfig(HopperConfig):
         return None
 
     def smem_bytes(self, case: Case) -> int:
-        """Rows, in whose place the inverse is made, pairs, and numbers of rows."""
+        """Rows, or in their place pairs and the inverse, and numbers of rows."""
         BT = case.BT
         pairs, inverse = BT * (3 * BT + 16) * 2, BT * (BT + 3 * (BC + 8)) * 2
         return max(2 * BT * case.problem.KP * 2, pairs + inverse) + 9 * BT * 4
