@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import LOWEST, Call, draw_call, misalign, operator_arguments, scatter, widen
+from support.cases import LOWEST, Call, draw_call, operator_arguments
 from support.gpu_calls import assert_same_bits, check_stage, draw, outputs, spiked_gates
 from support.gpu_cases import (
     BT,
@@ -30,6 +30,7 @@ from support.gpu_cases import (
     stage_case,
     tolerance_of,
 )
+from support.views import misalign, scatter, widen
 
 import kda_tl
 from kda_tl import templates

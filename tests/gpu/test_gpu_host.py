@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import draw_call, misalign, operator_arguments, scatter
+from support.cases import draw_call, operator_arguments
 from support.gpu_calls import assert_same_bits, draw, outputs
 from support.gpu_cases import BT, FORWARD, PACKED, WIDE, device, plan_of
+from support.views import misalign, scatter
 
 import kda_tl
 from kda_tl.core.layout import make_layout

@@ -24,9 +24,9 @@ from support.cases import (
     forget_compilers,
     operator_arguments,
     random_of_run,
-    scatter,
 )
 from support.operator_cases import backward_of, differentiable
+from support.views import scatter
 from torch.utils.checkpoint import checkpoint
 
 import kda_tl

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import OPERATOR, TENSORS, draw_call, draw_lengths, misalign, operator_arguments, scatter, widen
+from support.cases import OPERATOR, TENSORS, draw_call, draw_lengths, operator_arguments
 from support.operator_cases import CPU, SMALL, SPECIALISED, STATE, assert_right, bind_call, specialised
+from support.views import misalign, scatter, widen
 from torch import Tensor
 
 from kda_tl.core.device import find_compiler

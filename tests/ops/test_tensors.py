@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import SMALL, TENSORS, draw_call, forget_compilers, operator_arguments, scatter
+from support.cases import SMALL, TENSORS, draw_call, forget_compilers, operator_arguments
 from support.operator_cases import NO_MEMORY, Arguments, assert_sentence
+from support.views import scatter
 from torch import Tensor
 from torch.autograd import forward_ad
 

@@ -373,23 +373,6 @@ def operator_arguments(call: Call, batch: int = 1) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name in known}
 
 
-def scatter(x: Tensor) -> Tensor:
-    """The same values with the axes in memory turned around."""
-    return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-
-
-def misalign(x: Tensor) -> Tensor:
-    """The same values one element past a boundary."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-def widen(x: Tensor) -> Tensor:
-    """The same values as part of a wider tensor, as a slice of a fused projection is."""
-    return torch.cat([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], -1)[
-        ..., x.shape[-1] : 2 * x.shape[-1]
-    ]
-
-
 def make_entry(problem: Problem, plan: Plan, ratio: float = 1.2, stale: bool = False, **key: Any) -> Entry:
     """A database entry for a problem's bucket (or a key that differs from it), as if the plan had been measured."""
     return Entry(
