@@ -35,6 +35,13 @@ def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: ra
     assert "tl::mma_sync" in generate_source(stage, case, stage.default(case))
 
 
+def test_equations_of_integers_do_not_end_the_process() -> None:
+    """Whether values of 144 channels can be loaded as vectors ended Python in Z3 4.15.4."""
+    problem = Problem(H=1, HV=2, K=64, V=144, tokens=0, dtype="bf16", gate="log")
+    case, stage = Case(problem=problem, device=HOPPER, BT=64, BC=16), templates.load("bwd_wy")
+    assert "__global__" in generate_source(stage, case, replace(stage.default(case), BV=32))
+
+
 @pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
 def test_nothing_after_the_loop(name: str, states: bool, rng: random.Random) -> None:
