@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn
     from kda_tl.ops.kda import chunk_kda
     from kda_tl.ops.memory import workspace_bytes
+    from kda_tl.ops.packed_decode import packed_decode
+    from kda_tl.ops.recurrent_gated_delta_rule import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+    from kda_tl.ops.recurrent_kda import fused_recurrent_kda
     from kda_tl.ops.warmup import warmup
     from kda_tl.runtime.compile import no_compile
     from kda_tl.runtime.dispatch import pin
@@ -49,7 +52,11 @@ __all__ = [
     "chunk_kda",
     "explain",
     "fla",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_kda",
     "no_compile",
+    "packed_decode",
     "pin",
     "use",
     "use_kernels",
@@ -63,7 +70,11 @@ _LAZY = {
     "chunk_gdn": "kda_tl.ops.gated_delta_rule",
     "chunk_kda": "kda_tl.ops.kda",
     "explain": "kda_tl.ops.entry",
+    "fused_recurrent_gated_delta_rule": "kda_tl.ops.recurrent_gated_delta_rule",
+    "fused_recurrent_gdn": "kda_tl.ops.recurrent_gated_delta_rule",
+    "fused_recurrent_kda": "kda_tl.ops.recurrent_kda",
     "no_compile": "kda_tl.runtime.compile",
+    "packed_decode": "kda_tl.ops.packed_decode",
     "pin": "kda_tl.runtime.dispatch",
     "use": "kda_tl.database.store",
     "use_kernels": "kda_tl.bundle.sources",

@@ -22,7 +22,7 @@ def _folders() -> dict[str, str]:
     """Folder by stage: the modules of the folders here whose names start with a pass."""
     folders = [m.name for m in pkgutil.iter_modules(__path__) if m.ispkg]
     modules = [(m.name, f) for f in folders for m in pkgutil.iter_modules([f"{__path__[0]}/{f}"])]
-    return {name: f for name, f in sorted(modules) if name.startswith(("fwd_", "bwd_"))}
+    return {name: f for name, f in sorted(modules) if name.startswith(("fwd_", "bwd_", "decode_"))}
 
 
 def names() -> tuple[str, ...]:

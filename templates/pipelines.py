@@ -11,6 +11,7 @@ from kda_tl.templates.portable import (
     bwd_reduce,
     bwd_state,
     bwd_wy,
+    decode_step,
     fwd_gate,
     fwd_intra,
     fwd_output,
@@ -82,5 +83,6 @@ PIPELINES: dict[str, Pipeline] = {
             Pipeline(f"gdn_scan_segments_{n}", "bwd", (*_CUT_GDN, *_CUT_BACK, *_GRADIENTS_GDN), _PREPARED, segments=n)
             for n in _SEGMENTS
         ),
+        Pipeline("decode", "step", (decode_step.STAGE,)),
     )
 }

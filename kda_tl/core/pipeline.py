@@ -17,6 +17,7 @@ from kda_tl.core.stage import Stage
 RESULTS = {
     "fwd": ("o", "ht", "h"),
     "bwd": ("dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias"),
+    "step": ("o", "ht"),
 }
 
 
@@ -58,7 +59,7 @@ class Pipeline:
     """One way to compute a pass."""
 
     name: str  # as stored in plans
-    direction: str  # "fwd" or "bwd"
+    direction: str  # "fwd", "bwd" or "step"
     stages: tuple[Stage, ...]  # in launch order
     # Of a backward, the tensors that spare it its first stages if the forward kept them. Chunks of both passes must
     # then be cut alike: residuals lie chunk by chunk.

@@ -9,10 +9,29 @@ from kda_tl.errors import InputError
 DTYPES = ("bf16", "fp16", "fp32")
 GATES = ("log", "softplus", "safe")
 BETAS = ("plain", "sigmoid", "sigmoid2")
-DIRECTIONS = ("fwd", "bwd")
+DIRECTIONS = ("fwd", "bwd")  # of an operator of whole sequences; that of a recurrent one has the pass "step"
 RANKS = (1, 2, 4)
+# What a call of a recurrent operator may have besides what others have; see kda_tl.templates.portable.decode_step
+OPTIONS = (
+    "has_g",  # log decays
+    "key_gate",  # log decays a key channel beside g
+    "value_gate",  # log decays a value channel beside g
+    "has_beta",  # step sizes, otherwise 1
+    "wide_beta",  # a step size a value channel
+    "ragged",  # sequences of several lengths, packed
+    "pooled",  # sequences say which slot holds their state
+    "accepted",  # how many tokens of the last call were accepted, which decides on the slot
+    "separate",  # states are written to other slots than they are read from
+    "updates",  # states are written back
+    "each_token",  # the state after each token is, to a slot of its own
+    "snapshots",  # states after every token go to a buffer
+    "placed",  # sequences say to which of its rows
+    "tree",  # tokens say which one they follow
+    "unaligned",  # states do not lie on boundaries of 16 bytes
+)
 _CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "g_dtype": DTYPES, "beta_dtype": DTYPES}
-_CHOICES |= {"gate": GATES, "beta": BETAS, "direction": DIRECTIONS, "rank": RANKS}
+_CHOICES |= {"gate": GATES, "beta": BETAS, "direction": (*DIRECTIONS, "step"), "rank": RANKS}
+_CHOICES |= {"state_dtype": DTYPES}
 MAX_DIM = {"K": 256, "V": 512}  # of heads: a block has all of K, value channels are parted among blocks
 MAX_HEADS = 65535  # an axis of a launch's grid
 LOWER_BOUND_RANGE = (-5.0, 0.0)  # FLA's range: 16 tokens of exp(-5) still fit an fp32 exponent
@@ -60,8 +79,10 @@ class Problem:
     # Rows a token, 1, 2 or 4: keys and values with which one token corrects the state at once, see
     # kda_tl.reference.recurrent_kda. Tokens and lengths are then counted in rows.
     rank: int = 1
+    state_dtype: str = "fp32"  # element type of the states that a recurrent operator is given
+    options: tuple[str, ...] = ()  # of a recurrent operator: those of OPTIONS that its call has, in their order
     operator: str = "chunk_kda"
-    direction: str = "fwd"  # or "bwd": the pass
+    direction: str = "fwd"  # or "bwd", "step": the pass
 
     def __post_init__(self) -> None:
         set_default = object.__setattr__
@@ -85,6 +106,9 @@ class Problem:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}.")
+        if unknown := set(self.options) - set(OPTIONS):
+            raise InputError(f"options must be of {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}.")
+        set_default(self, "options", tuple(name for name in OPTIONS if name in self.options))
         if self.gate == "softplus" and not self.has_A_log:
             raise InputError("the softplus gate needs A_log: pass A_log of shape [HV], or a lower_bound.")
         if self.tokens % self.rank:
@@ -142,7 +166,8 @@ class Problem:
             "ht": self.final_state,
             "states": self.intermediate_states,
             "vk": self.state_v_first,
-        }
+            f"state_{self.state_dtype}": self.state_dtype != "fp32",
+        } | dict.fromkeys(self.options, True)
         call = f"{self.operator}-{self.direction}-H{self.H}-HV{self.HV}-K{self.K}-V{self.V}-{self.dtype}-{self.gate}"
         return "-".join([call, *(name for name, on in flags.items() if on), f"n{self.sequences}-tokens{self.tokens}"])
 

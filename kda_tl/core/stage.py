@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kda_tl.core.device import Device
-from kda_tl.core.problem import Problem
+from kda_tl.core.problem import OPTIONS, Problem
 from kda_tl.errors import InputError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -108,9 +108,9 @@ def first_valid(case: Case, *configs: ConfigT) -> ConfigT:
 class TensorSpec:
     """Shape, dtype and presence of one named tensor of a stage.
 
-    Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``f32``, ``i32``),
-    and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or ``not`` and the field
-    that must be false.
+    Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``state``, ``f32``,
+    ``i32``), and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or one of its
+    options, or ``not`` and the field that must be false.
     """
 
     dims: tuple[str, ...]
@@ -133,7 +133,8 @@ class TensorSpec:
 
     def fields(self, problem: Problem) -> set[str]:
         """What of a problem decides the type that a kernel's parameter has: names as in :attr:`Stage.depends`."""
-        found = {name for name in (self.when, _FIELD_OF_DTYPE.get(self.dtype)) if name}
+        when = "options" if self.when in OPTIONS else self.when
+        found = {name for name in (when, _FIELD_OF_DTYPE.get(self.dtype)) if name}
         if self.present(problem):
             found |= {name for dim in self.dims for name in _fields_of_dim(dim, problem)}
             found |= {"state_v_first"} if self.is_state else set()
@@ -141,6 +142,8 @@ class TensorSpec:
 
     def present(self, problem: Problem) -> bool:
         """Whether the tensor exists for a problem."""
+        if self.when in OPTIONS:
+            return (self.when in problem.options) is self.holds
         return self.when is None or bool(getattr(problem, self.when)) is self.holds
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -149,11 +152,12 @@ class TensorSpec:
 
     def element(self, problem: Problem) -> str:
         """Element type: bf16, fp16, fp32 or i32."""
-        by_role = {"io": problem.dtype, "g": problem.g_dtype, "beta": problem.beta_dtype, "f32": "fp32", "i32": "i32"}
-        return by_role[self.dtype]
+        name = _FIELD_OF_DTYPE.get(self.dtype)
+        return getattr(problem, name) if name else _FIXED[self.dtype]
 
 
-_FIELD_OF_DTYPE = {"io": "dtype", "g": "g_dtype", "beta": "beta_dtype"}
+_FIELD_OF_DTYPE = {"io": "dtype", "g": "g_dtype", "beta": "beta_dtype", "state": "state_dtype"}
+_FIXED = {"f32": "fp32", "i32": "i32"}
 
 
 def _fields_of_dim(dim: str, problem: Problem) -> tuple[str, ...]:

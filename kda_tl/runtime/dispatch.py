@@ -28,6 +28,7 @@ from kda_tl.runtime.program import Program
 DEFAULT_PIPELINES = {
     "fwd": ("prep_recurrence", "gdn_pairs", "gdn_recurrence", "staged"),
     "bwd": ("prep_scan", "gdn_scan", "staged_backward"),
+    "step": ("decode",),
 }
 DEFAULT_BT = 64
 DEFAULT_BC = 16

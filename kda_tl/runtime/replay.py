@@ -152,13 +152,20 @@ class Replay:
         self._device, self._lock = device, threading.Lock()
 
     def __call__(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Launches the kernels: the pass's results by name, None for absent ones. Raises LaunchError."""
-        workspace = self._new_bytes((self.workspace_bytes,))
-        results: dict[str, Any] = {name: new(shape) for name, shape, new in self._wanted}
+        """Launches the kernels: the pass's results by name, None for absent ones. Raises LaunchError.
+
+        Results go to tensors that are given under their names, and to new ones otherwise.
+        """
+        workspace = self._new_bytes((self.workspace_bytes,)) if self.workspace_bytes else None
+        results: dict[str, Any] = {name: arguments.get(name) for name, _, _ in self._wanted}
+        for name, shape, new in self._wanted:
+            if results[name] is None:
+                results[name] = new(shape)
         outer = [arguments[name].data_ptr() for name in self._given]
         outer += [result.data_ptr() for result in results.values()]
         with self._lock:
-            np.add(self._offsets, workspace.data_ptr(), out=self._inner)
+            if workspace is not None:
+                np.add(self._offsets, workspace.data_ptr(), out=self._inner)
             self._outer[:] = outer
             numbers = [arguments[name] for name in self._names_of_numbers]
             if numbers != self._numbers:  # a call's rarely change, and writing them is 1 us a launch

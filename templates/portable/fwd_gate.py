@@ -17,10 +17,11 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_gate
 from kda_tl.templates.common.chunks import first_rows, split_chunks
+from kda_tl.templates.common.decays import log2_decay
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of
-from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
+from kda_tl.templates.common.tile import FORGOTTEN, Tile, has_gate, prim_func
 
 INPUTS = {
     "g": "tokens HV G : g",
@@ -82,15 +83,6 @@ def build(case: Case, config: FwdGateConfig) -> Any:
     def stored(lane):
         return lane < lanes if p.scalar_gate else True  # channels are padded, heads are not
 
-    def log2_decay(raw, rate, bias, lower_bound):
-        x = T.cast(raw, "float32")
-        if p.gate == "log":
-            return x * RCP_LN2
-        if p.gate == "safe":
-            return lower_bound * RCP_LN2 / (1.0 + T.exp2(-RCP_LN2 * rate * (x + bias)))
-        z = x + bias  # softplus(z) = max(z, 0) + log1p(exp(-|z|)): exact where exp(z) would overflow or vanish
-        return -RCP_LN2 * rate * (T.max(z, 0.0) + T.log1p(T.exp(T.min(z, -z))))
-
     @prim_func(case, INPUTS | OUTPUTS, **heads.sizes)
     def fwd_gate(g, A_log, dt_bias, chunk_tokens, g_cumsum, lower_bound):
         with tile.kernel(chunk_tokens.shape[0] * blocks, threads=config.threads) as i_block:
@@ -125,7 +117,7 @@ def build(case: Case, config: FwdGateConfig) -> Any:
                 for i_inner in T.unroll(unroll):
                     for j in tile.parallel(BK):
                         i = i_outer * unroll + i_inner
-                        exact = log2_decay(raw[i_inner, j], rate[j if p.scalar_gate else 0], bias[j], lower_bound)
+                        exact = log2_decay(p, raw[i_inner, j], rate[j if p.scalar_gate else 0], bias[j], lower_bound)
                         step = T.if_then_else(exact < FORGOTTEN, FORGOTTEN, exact)
                         total[j] = total[j] + T.if_then_else(has_gate(p, i, count) and k0 + j < lanes, step, 0.0)
                         if stored(k0 + j):

@@ -1,0 +1,138 @@
+"""From the signature of a recurrent operator to the function that is called.
+
+What it changes in place, PyTorch is told: calls that are not plain, and those inside ``torch.compile``, go through
+``torch.ops.kda_tl.*``: operators that return nothing, and write o, the final state, the pool and intermediate states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from kda_tl.core.plain import is_plain, needs_operator
+from kda_tl.errors import UnsupportedError
+from kda_tl.ops.operator import Args
+from kda_tl.ops.recurrent import RecurrentOperator, pose
+from kda_tl.ops.recurrent_call import new_results, run_step
+
+Tensor = torch.Tensor
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+RECURRENT: dict[str, RecurrentOperator] = {}  # by name, as their modules are imported
+_SCHEMA = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "float | None": "float?",
+    "int": "int",
+    "bool": "bool",
+}
+_WRITTEN = {"initial_state": "Tensor(a!)?", "intermediate_states": "Tensor(b!)?", "out": "Tensor(c!)"}
+
+_SOURCE = """
+def {name}{signature}:
+    if _is_compiling():
+        return _run_custom_op({arguments})
+    return _run_call(_operator, _Arguments({arguments}), _is_plain(({tensors},)))
+"""
+
+
+def publish_recurrent(*, scalar_gate: bool) -> Callable[[FunctionT], FunctionT]:
+    """A decorator: makes a recurrent operator of a signature and a docstring, and of these the function that calls it.
+
+    With ``scalar_gate`` a value head has one gate for all its key channels.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        operator = RECURRENT[function.__name__] = RecurrentOperator(function=function, scalar_gate=scalar_gate)
+        namespace: dict[str, Any] = {
+            "_is_compiling": torch.compiler.is_compiling,
+            "_run_custom_op": _register(operator),
+            "_is_plain": is_plain,
+            "_run_call": _run_call,
+            "_operator": operator,
+            "_Arguments": operator.Arguments,
+        }
+        source = _SOURCE.format(
+            name=operator.name,
+            signature=operator.signature,
+            arguments=", ".join(operator.arguments),
+            tensors=", ".join(operator.tensors),
+        )
+        exec(compile(source, f"<{operator.name}>", "exec"), namespace)
+        made = functools.update_wrapper(namespace[operator.name], function)
+        object.__setattr__(operator, "call", made)
+        return cast(FunctionT, made)
+
+    return decorate
+
+
+def _run_call(operator: RecurrentOperator, a: Args, plain: bool) -> tuple[Tensor, Tensor | None]:
+    """An eager call."""
+    if not plain and needs_operator({name: getattr(a, name) for name in operator.tensors}):
+        pose(operator, a)
+        result: tuple[Tensor, Tensor | None] = _customs[operator.name](
+            *[getattr(a, name) for name in operator.arguments]
+        )
+        return result
+    if a.v is None or not isinstance(a.v, Tensor) or a.v.dim() != 4:
+        pose(operator, a)  # which says what is wrong
+    o, ht = new_results(a)
+    run_step(operator, a, o, ht)
+    if torch.is_grad_enabled():
+        watched = [x for name in operator.tensors if (x := getattr(a, name)) is not None and x.requires_grad]
+        if watched:
+            o = _Refusing.apply(operator.name, o, *watched)  # type: ignore[no-untyped-call]
+    return o, a.initial_state if a.inplace_final_state else ht
+
+
+class _Refusing(torch.autograd.Function):
+    """Says in our words, where a gradient is asked for, that there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, o: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.name = name
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise UnsupportedError(
+            f"{ctx.name} has no backward, it serves: train with the chunk operator, or call it under torch.no_grad()."
+        )
+
+
+_customs: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
+
+
+def _register(operator: RecurrentOperator) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Defines the operator that PyTorch sees. Returns the function that calls it with the arguments in order."""
+    arguments = operator.arguments
+    kinds = {name: _WRITTEN.get(name, _SCHEMA[p.annotation]) for name, p in operator.signature.parameters.items()}
+    schema = ", ".join([*(f"{kind} {name}" for name, kind in kinds.items()), "Tensor(d!)? final_state"])
+
+    def run(*values: Any) -> None:
+        a = operator.Arguments(**dict(zip(arguments, values[:-1], strict=True)))
+        with torch.no_grad():
+            run_step(operator, a, a.out, values[-1])
+
+    custom = torch.library.custom_op(
+        f"kda_tl::{operator.name}", run, mutates_args=(*_WRITTEN, "final_state"), schema=f"({schema}) -> ()"
+    )
+    custom.register_fake(lambda *values: None)
+
+    def run_custom_op(*values: Any) -> tuple[Tensor, Tensor | None]:
+        a = dict(zip(arguments, values, strict=True))
+        v, state, final = a["v"], a["initial_state"], None
+        if a["out"] is None:
+            a["out"] = torch.empty_like(v, memory_format=torch.contiguous_format)
+        if a["output_final_state"] and not a["inplace_final_state"]:
+            K, HV, V = a["q"].shape[3], v.shape[2], v.shape[3]
+            N = v.shape[0] if a["cu_seqlens"] is None else a["cu_seqlens"].shape[0] - 1
+            dims = (V, K) if a["state_v_first"] else (K, V)
+            final = v.new_empty((N, HV, *dims), dtype=torch.float32)
+        custom(*[a[name] for name in arguments], final)
+        return a["out"], state if a["inplace_final_state"] else final
+
+    _customs[operator.name] = run_custom_op
+    return run_custom_op
