@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from kda_tl.ops.operator import FlaEntry
 from kda_tl.ops.recurrent_entry import publish_recurrent
 
 Tensor = torch.Tensor
 
 
-@publish_recurrent(scalar_gate=True)
+@publish_recurrent(scalar_gate=True, fla=FlaEntry(module=""))  # FLA 0.6.0 asks no backend about its own
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

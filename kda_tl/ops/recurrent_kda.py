@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from kda_tl.ops.operator import FlaEntry
 from kda_tl.ops.recurrent_entry import publish_recurrent
 
 Tensor = torch.Tensor
 
+# FLA's fused_recurrent_kda calls it with keywords, and engines call it themselves
+_FLA = FlaEntry(
+    module="fla.ops.kda.fused_recurrent",
+    name="fused_recurrent_kda_fwd",
+    registry="kda",
+    defaults={"inplace_final_state": True},
+)
 
-@publish_recurrent(scalar_gate=False)
+
+@publish_recurrent(scalar_gate=False, fla=_FLA)
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
