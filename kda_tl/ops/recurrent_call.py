@@ -186,7 +186,8 @@ def _must_copy(name: str, x: Tensor) -> bool:
     if name in _STATES:
         return x.dim() == 4 and (x.is_neg() or not _is_dense(x))
     if name in _WORDS:
-        return x.stride(-1) != 1 and x.shape[-1] > 1
+        apart = x.dim() < 2 or len(x) < 2 or x.stride(0) >= x.shape[1]  # a kernel takes what is beyond a row for none
+        return not apart or (x.stride(-1) != 1 and x.shape[-1] > 1)
     return x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg()
 
 
