@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from kda_tl.core.device import Device, cpu_device, cuda_device
 from kda_tl.core.plain import check_memory
 from kda_tl.core.problem import Problem
-from kda_tl.errors import InputError
+from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.ops.operator import Args
 from kda_tl.ops.recurrent import RecurrentOperator, count_sequences, pose, state_shape, writes_pool
 from kda_tl.ops.recurrent_check import check_values
@@ -77,6 +78,7 @@ def run_step(operator: RecurrentOperator, a: Args, o: Tensor, ht: Tensor | None)
     if _checks():
         check_values(a)
     if not bound.problem.sequences:
+        o.zero_()  # of tokens that no sequence has
         return
     compute = bound.compute
     if compute is None:
@@ -129,7 +131,8 @@ def pose_step(operator: RecurrentOperator, a: Args) -> PosedStep:
     problem = pose(operator, a)
     for name in operator.tensors:
         if (x := getattr(a, name)) is not None:
-            if name in ("initial_state", "intermediate_states", "out") and x.is_neg():
+            written = name in ("intermediate_states", "out") or (name == "initial_state" and writes_pool(a))
+            if written and x.is_neg():
                 raise InputError(
                     f"{name} has its negative bit set: pass {name}.resolve_neg(), which it can be kept in."
                 )
@@ -210,9 +213,10 @@ def _must_copy(name: str, x: Tensor) -> bool:
         off = row is not None and (x.data_ptr() | row * x.element_size()) % 16 != 0
         return row is None or x.is_neg() or (off and x.dim() == 4 and dense % 16 == 0)
     if name in _STATES:
-        return x.dim() == 4 and not _is_dense(x)
+        return x.dim() == 4 and (x.is_neg() or not _is_dense(x))
     if name in _WORDS:
-        return x.stride(-1) != 1 and x.shape[-1] > 1
+        apart = x.dim() < 2 or len(x) < 2 or x.stride(0) >= x.shape[1]  # a kernel takes what is beyond a row for none
+        return not apart or (x.stride(-1) != 1 and x.shape[-1] > 1)
     return x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg()
 
 
@@ -271,9 +275,9 @@ def _run_on_cpu(bound: BoundStep, compute: Compute, a: Args, o: Tensor, ht: Tens
             x = x.to(torch.int32).contiguous()
             x = x.view(len(x), -1, 1) if name in ("slots", "targets", "parents") else x[:, None]
         elif name in _ROWS:
-            x = x.float().reshape(p.tokens, -1).contiguous()
+            x = x.float().reshape(p.tokens, x.shape[2:].numel()).contiguous()
         elif name in _STATES:
-            x = x.float().reshape(len(x), -1).contiguous()
+            x = x.float().reshape(len(x), x.shape[1:].numel()).contiguous()
         elif name == "dt_bias":
             x = x.float().reshape(p.HV, p.G).contiguous()
         else:
@@ -294,13 +298,24 @@ def _run_on_cpu(bound: BoundStep, compute: Compute, a: Args, o: Tensor, ht: Tens
 
 def _run_reference(bound: BoundStep, a: Args, o: Tensor, ht: Tensor | None) -> None:
     """The recurrence in plain PyTorch: where no compiler was found."""
-    found = decode_reference(**describe_recurrence(bound.problem, a), dtype=torch.float32)
-    o.copy_(found.o)
+    _warn_reference(bound.problem.operator, bound.choice.reason)
+    arguments, bounds = describe_recurrence(bound.problem, a), a.cu_seqlens
+    if bounds is not None:  # tokens after the last sequence have zeros
+        arguments |= {name: x[:, : int(bounds[-1])] for name in _ROWS if (x := arguments[name]) is not None}
+    with torch.autocast(o.device.type, enabled=False):  # kernels do not see it either
+        found = decode_reference(**arguments, dtype=torch.float32)
+    o.zero_()
+    o[:, : found.o.shape[1]] = found.o
     if ht is not None:
         ht.copy_(found.final_state)
     for into, values in ((a.initial_state, found.pool), (a.intermediate_states, found.intermediate_states)):
         if into is not None and values is not None:
             into.copy_(values)
+
+
+@functools.cache
+def _warn_reference(name: str, reason: str) -> None:
+    warnings.warn(f"{name} is slow here: {reason}.", KdaTlWarning, stacklevel=6)
 
 
 def describe_recurrence(problem: Problem, a: Args) -> dict[str, Any]:
