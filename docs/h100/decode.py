@@ -68,6 +68,7 @@ class Step:
         slots = B + 8
         self.pool = 0.1 * normal(slots, HV, V, K).to(dtype)
         self.indices = (torch.randperm(slots - 1, generator=rng, device="cuda")[:B] + 1).int()
+        self.state = self.pool[self.indices.long()].float()  # in order: FLA's public function knows no pool
         self.out = torch.empty(B * tokens, 1, HV, V, dtype=torch.bfloat16, device="cuda")
 
     @property
@@ -122,17 +123,12 @@ class Step:
             self.indices, K**-0.5, self.out.view(1, self.B, self.HV, V),
         )  # fmt: skip
 
-    def prepare_fla(self) -> None:
-        """States of the sequences in order: FLA's public function knows no pool."""
-        self.state = self.pool[self.indices.long()].float()
-
 
 def list_calls(step: Step, peers: list[str]) -> Iterator[tuple[str, Call]]:
     yield "kda_tl", step.ours if step.tokens == 1 else step.verified
     if "vLLM" in peers and step.tokens == 1:
         yield "vLLM", step.vllm
     if "FLA" in peers and step.pool.dtype == torch.float32:
-        step.prepare_fla()
         yield "FLA", step.fla
 
 
