@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Folders and modules of kda_tl, lowest first; those of one floor do not import each other
-ROOMS = "errors | core tuning_db | reference | database templates | bundle | runtime | ops | fla | kda_tl"
+ROOMS = "errors | core tuning_db | reference | reference_decode | database templates | bundle | runtime | ops | fla | kda_tl"
 ROOMS += " | aot bench | tune | cli"
 TEMPLATES = "common | portable | sm90 | templates pipelines"
 # may import tilelang, inside a function

@@ -218,6 +218,8 @@ def _check_flags(a: Args, scalar_gate: bool) -> None:
         raise InputError(f"use_gate_in_kernel=True needs A_log of shape [HV]{also}.")
     if a.allow_neg_eigval and not a.use_beta_sigmoid_in_kernel:
         raise InputError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True: it doubles that sigmoid.")
+    if a.beta is None and a.use_beta_sigmoid_in_kernel:
+        raise InputError("use_beta_sigmoid_in_kernel=True needs beta, the logit of the step size.")
     if not isinstance(a.pad_slot_id, int) or abs(a.pad_slot_id) > 1 << 24:
         raise InputError(f"pad_slot_id must be a small whole number, -1 or 0 for example, got {a.pad_slot_id!r}.")
 

@@ -81,14 +81,17 @@ def find_source(problem, i_n, slots, accepted, pad_slot_id, slots_width):
 
 
 @T.macro
-def find_target(problem, i_n, i_t, slots, targets):
-    """The slot to which the state after a token goes, or that after the last one, with i_t = 0."""
+def find_target(problem, i_n, i_t, slots, targets, pad_slot_id):
+    """The slot to which the state after a token goes, or that after the last one, with i_t = 0; below 0 for none."""
     slot = T.alloc_var("int32")
     slot = i_n
     if "separate" in problem.options:
         slot = targets[i_n, i_t, 0]
     elif "pooled" in problem.options:
         slot = slots[i_n, i_t, 0]
+    if "separate" in problem.options or "pooled" in problem.options:
+        if slot <= T.cast(pad_slot_id, "int32"):
+            slot = -1
     return slot
 
 

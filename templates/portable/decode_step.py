@@ -69,6 +69,13 @@ def build(case: Case, config: DecodeStepConfig) -> Any:
                 x[wide, offset + at_element(p, i_hv, j, v0 + i)] = T.cast(state[i, j], x.dtype)
 
     @T.macro
+    def clear(o, start, count, i_hv, v0):
+        for t in T.serial(count):
+            for i in tile.parallel(BV):
+                if v0 + i < V:
+                    o[T.cast(start + t, "int64"), i_hv, v0 + i] = T.cast(0.0, o.dtype)
+
+    @T.macro
     def normalise(row, squares, square):
         for i, j in tile.parallel(1, KP):
             squares[i, j] = row[j] * row[j]
@@ -95,11 +102,11 @@ def build(case: Case, config: DecodeStepConfig) -> Any:
             squares, square, rate = tile.fragment((1, KP)), tile.fragment((1,)), tile.fragment((1,))
             value, result = tile.fragments(2, (BV,))
             rate[0] = T.exp(A_log[i_hv]) if p.has_A_log else 1.0
+            if has("ragged"):
+                if i_n == N - 1:  # tokens after the last sequence, with which captured calls are filled up
+                    clear(o, start + count, o.shape[0] - (start + count), i_hv, v0)
             if absent:
-                for t in T.serial(count):
-                    for i in tile.parallel(BV):
-                        if v0 + i < V:
-                            o[T.cast(start + t, "int64"), i_hv, v0 + i] = T.cast(0.0, o.dtype)
+                clear(o, start, count, i_hv, v0)
                 T.clear(state)
             else:
                 if p.initial_state:
@@ -162,12 +169,12 @@ def build(case: Case, config: DecodeStepConfig) -> Any:
                         if row >= 0:
                             store(state, snapshots, row, t * (HV * K * V), i_hv, v0)
                     if has("each_token"):
-                        target = find_target(p, i_n, t, slots, targets)
-                        if target > T.cast(pad_slot_id, "int32"):
+                        target = find_target(p, i_n, t, slots, targets, pad_slot_id)
+                        if target >= 0:
                             store(state, pool, target, 0, i_hv, v0)
                 if has("updates") and not has("each_token"):
-                    target = find_target(p, i_n, 0, slots, targets)
-                    if target > T.cast(pad_slot_id, "int32"):
+                    target = find_target(p, i_n, 0, slots, targets, pad_slot_id)
+                    if target >= 0:
                         store(state, pool, target, 0, i_hv, v0)
             if p.final_state:
                 for i, j in tile.parallel(BV, KP):

@@ -21,7 +21,7 @@ from kda_tl.templates.common.decays import log2_decay
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.limits import Sizes, cost_of
-from kda_tl.templates.common.tile import FORGOTTEN, Tile, has_gate, prim_func
+from kda_tl.templates.common.tile import FORGOTTEN, RCP_LN2, Tile, has_gate, prim_func
 
 INPUTS = {
     "g": "tokens HV G : g",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chunked import CHUNKED
 from support.database_cases import H200, edit, make_entry, make_key
 
 from kda_tl import templates
@@ -21,7 +22,6 @@ from kda_tl.database import store as db
 from kda_tl.database.records import Entry, Key
 from kda_tl.ops import load_all
 from kda_tl.runtime.dispatch import default_plan, numerics_class, pipeline_defaults
-from kda_tl.templates.pipelines import PIPELINES
 
 PROBLEM = Problem(H=32, HV=32, K=128, V=128, tokens=8192, gate="safe")
 
@@ -123,7 +123,7 @@ def test_validate_accepts_every_default(tmp_path: Path) -> None:
                 records[record.key] = record
         db.store(tmp_path, cpu_device(), "chunk_kda", direction, records.values())
     assert main(["db", "validate", str(tmp_path)]) == 0
-    assert {p.direction for p in PIPELINES.values()} == {"fwd", "bwd"}
+    assert {p.direction for p in CHUNKED.values()} == {"fwd", "bwd"}
 
 
 def test_validate_knows_every_operator(tmp_path: Path) -> None:

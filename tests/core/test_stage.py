@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chunked import STAGES
 
 from kda_tl import templates
 from kda_tl.core.device import Device
@@ -27,7 +28,7 @@ SLUGS = ("cpu", "nvidia_a100_sxm4_80gb", "nvidia_l4", "nvidia_geforce_rtx_5090",
 DEVICES = {slug: known_device(slug) for slug in SLUGS}
 DIMS = (32, 60, 64, 100, 128, 256)
 WITHOUT_TILES = ("bwd_gate", "bwd_heads", "bwd_qk", "fwd_gate")  # in shared memory
-stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
+stages = pytest.mark.parametrize("stage", STAGES.values(), ids=lambda s: s.name)
 devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 
 

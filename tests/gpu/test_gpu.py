@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import LOWEST, Call, draw_call, operator_arguments
+from support.chunked import STAGES
 from support.gpu_calls import assert_same_bits, check_stage, draw, outputs, spiked_gates
 from support.gpu_cases import (
     BT,
@@ -33,7 +34,6 @@ from support.gpu_cases import (
 from support.views import misalign, scatter, widen
 
 import kda_tl
-from kda_tl import templates
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Plan, Stage
 from kda_tl.errors import InputError
@@ -148,7 +148,7 @@ def test_nan_in_the_gate_propagates(name: str, seed: int) -> None:
 # Stages
 
 
-stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
+stages = pytest.mark.parametrize("stage", STAGES.values(), ids=lambda s: s.name)
 
 
 @stages

@@ -17,6 +17,7 @@ from support.cases import (
     forget_compilers,
     operator_arguments,
 )
+from support.chunked import CHUNKED
 from support.operator_cases import SMALL
 
 from kda_tl import workspace_bytes
@@ -51,7 +52,7 @@ def test_forward_for_hopper_is_what_its_stages_hand_on() -> None:
     assert workspace_bytes(problem, device=H200) == chunks * (2 * elements + 4 * 128) + TABLES
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("pipeline", CHUNKED.values(), ids=lambda p: p.name)
 def test_workspace_holds_what_lives_together(pipeline: Any, seed: int) -> None:
     """At least what is alive at once, at most all, counted from the stages' specs; alignment aside."""
     rng = random.Random(seed)

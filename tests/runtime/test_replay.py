@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.cases import SMALL, bounds_of, draw_backward, draw_call, draw_lengths, draw_problem, family_of
+from support.chunked import CHUNKED
 from support.launches import run_references
 
 from kda_tl.core.device import cpu_device
@@ -98,7 +99,7 @@ def make_replay(flow: Flow, kernels: dict[str, Any], sizes: dict[str, int], view
     return Replay(trace(flow, {name: kernel.slots for name, kernel in kernels.items()}, sizes), kernels, WHERE, views)
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("pipeline", CHUNKED.values(), ids=lambda p: p.name)
 def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
     """Whatever the sizes and the tensors that are absent: intermediates never land on one that is still needed."""
     rng = random.Random(seed)
@@ -179,7 +180,7 @@ class Token:
     """Stands for a tensor in a pipeline."""
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("pipeline", CHUNKED.values(), ids=lambda p: p.name)
 @pytest.mark.parametrize("HV", (1, 2))
 @pytest.mark.parametrize("resumed", (False, True))
 def test_intermediates_die_after_their_last_stage(pipeline: Pipeline, HV: int, resumed: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import random_of_run
+from support.chunked import STAGES
 
 from kda_tl import templates
 from kda_tl.core.device import Device, cuda_device
@@ -318,12 +319,12 @@ def list_kernels() -> list[Job]:
         wanted += jobs_of(problem, plan_of(problem, BT))
     wanted += jobs_of(HUGE, hopper_plan(HUGE))
     for name in OTHERS:
-        for stage_name in templates.names():
+        for stage_name in STAGES:
             wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
     for first in (plan_of(MAIN, BT), hopper_plan(MAIN), cut_plan(MAIN)):
         for plan in (first, *equal_plans(first)):
             wanted += jobs_of(MAIN, plan)
-    for stage in map(templates.load, templates.names()):
+    for stage in STAGES.values():
         cases = [stage_case(stage.name, name) for name in SPECIALISED | OTHER | (CUT if stage.name in APART else {})]
         wanted += [(stage.name, case, config) for case in cases if not (config := stage.default(case)).reject(case)]
     for tokens, problem in FORWARD.values():

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from support.cases import SMALL, draw_backward, draw_call
+from support.chunked import CHUNKED, STAGES
 from support.launches import run_references, sizes_of
 
-from kda_tl import templates
 from kda_tl.core.device import cuda_device
 from kda_tl.core.isolate import map_pool
 from kda_tl.core.problem import Problem
@@ -27,7 +27,6 @@ from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.kernel import Kernel
-from kda_tl.templates.pipelines import PIPELINES
 
 LENGTHS = (1, 0, 130, 64)
 BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dtype="bf16")
@@ -70,7 +69,7 @@ def launches(problem: Problem, lengths: tuple[int, ...], seed: int, names: Colle
         forward.x["g"][-lengths[-1] :: 3] = 300.0
     plan, found = default_plan(problem, device), []
     seen: set[str] = set()
-    for pipeline in sorted(PIPELINES.values(), key=lambda p: -p.segments):  # in few segments, none follows another
+    for pipeline in sorted(CHUNKED.values(), key=lambda p: -p.segments):  # in few segments, none follows another
         if not {stage.name for stage in pipeline.stages} & set(names) - seen:  # references take seconds
             continue
         call = draw_backward(forward, seed) if pipeline.direction == "bwd" else forward
@@ -100,7 +99,7 @@ def on_gpu(kernel: Kernel, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def all_launches(seed: int, names: Collection[str] = ()) -> list[Launch]:
     """Those of these stages, or of all, on every problem."""
-    wanted = names or templates.names()
+    wanted = names or tuple(STAGES)
     work = [launch for problem in PROBLEMS for launch in launches(problem, LENGTHS, seed, wanted)]
     for problem, lengths, stages in APART:
         work += launches(problem, lengths, seed, [name for name in stages if name in wanted])

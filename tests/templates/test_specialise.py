@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from support.cases import draw_problem, family_of
+from support.chunked import STAGES
 
-from kda_tl import templates
 from kda_tl.core.device import Device, cpu_device
 from kda_tl.core.problem import BETAS, DTYPES, GATES, RANKS, Problem
 from kda_tl.core.stage import Case, Stage
@@ -21,7 +21,6 @@ from kda_tl.database.gpus import known_device
 from kda_tl.runtime.lower import generate_source, number_names, pass_configs
 from kda_tl.templates.pipelines import PIPELINES
 
-STAGES = {name: templates.load(name) for name in templates.names()}
 HOPPER = known_device("nvidia_h200")
 FOR_HOPPER = {"dtype": "bf16", "K": 128, "V": 128}
 STAGED = [stage.name for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages]

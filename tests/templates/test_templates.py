@@ -22,6 +22,7 @@ from support.cases import (
     draw_problem,
     random_of_run,
 )
+from support.chunked import STAGES
 from support.launches import reverse_chunks, run_references, sizes_of, stage_errors
 
 from kda_tl import templates
@@ -48,12 +49,12 @@ RAGGED = (1, 15, 16, 63, 64, 65, 130)
 KINDS = (*GATES, "scalar", "ranked")
 
 needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
-stages = pytest.mark.parametrize("stage", [templates.load(name) for name in templates.names()], ids=lambda s: s.name)
+stages = pytest.mark.parametrize("stage", STAGES.values(), ids=lambda s: s.name)
 gates = pytest.mark.parametrize("gate", GATES)
 EVERYWHERE = list(
     {stage.name: stage for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages}.values()
 )
-HOPPER_ONLY = [stage for stage in map(templates.load, templates.names()) if stage not in EVERYWHERE]
+HOPPER_ONLY = [stage for stage in STAGES.values() if stage not in EVERYWHERE]
 # A kernel for sm_90a is 10 to 45 s of processor time: one of the long ones a run, half of the others, and one of
 # Hopper's own, which `kda-tl verify --gpu h200 --static` compiles
 LONG = [stage for stage in EVERYWHERE if stage.name in ("fwd_intra", "bwd_state", "bwd_wy", "bwd_intra")]

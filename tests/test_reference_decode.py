@@ -1,0 +1,583 @@
+"""The judge of the decode operators against the recurrence, and against loops of simpler calls of its own."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.cases import bounds_of
+from support.oracle import EXACT, F64, assert_close
+from torch import Tensor
+
+from kda_tl.core.problem import BETAS, GATES
+from kda_tl.errors import InputError
+from kda_tl.reference import activate_beta, activate_gate, l2norm, recurrent_kda, relative_error
+from kda_tl.reference_decode import DecodeResult, decode_reference
+
+Args = dict[str, Any]
+UNTOUCHED = 1e30  # what fills places that no call may write
+PADS = pytest.mark.parametrize("pad", (-1, 0), ids="pad{}".format)
+LAYOUTS = pytest.mark.parametrize("state_v_first", (False, True), ids=("kv", "vk"))
+TOKENS = ("q", "k", "v", "g", "beta", "gk", "gv")
+
+
+def normal(rng: random.Random, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+
+
+def uniform(rng: random.Random, *shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=F64, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+
+
+def draw(rng: random.Random, B: int, T: int, scalar: bool | None = None) -> Args:
+    """The tensors of T tokens of B sequences, of drawn heads and a drawn kind of gate: log decays of -3 to 0 nats."""
+    H, K, V = rng.randint(1, 2), rng.randint(2, 6), rng.randint(2, 6)
+    HV = H * rng.randint(1, 3)
+    scalar = rng.random() < 0.5 if scalar is None else scalar
+    return {
+        "q": normal(rng, B, T, H, K),
+        "k": l2norm(normal(rng, B, T, H, K)),
+        "v": normal(rng, B, T, HV, V),
+        "g": -3 * uniform(rng, B, T, HV, *([] if scalar else [K])),
+        "beta": uniform(rng, B, T, HV),
+    }
+
+
+def draw_gate(rng: random.Random, gate: str, g: Tensor) -> Args:
+    """Gate arguments for a gate tensor."""
+    if gate == "log":
+        return {}
+    bound = rng.uniform(-5, -0.1) if gate == "safe" else None
+    parameters = {"A_log": normal(rng, g.shape[2]), "dt_bias": normal(rng, g.shape[2:].numel())}
+    return {"gate": gate, "lower_bound": bound, **parameters}
+
+
+def draw_states(rng: random.Random, x: Args, *places: int) -> Tensor:
+    """States, K first, at so many slots, or rows and steps."""
+    return normal(rng, *places, x["v"].shape[2], x["k"].shape[3], x["v"].shape[3])
+
+
+def draw_call(rng: random.Random, B: int, T: int) -> Args:
+    """A call with everything that changes a token: a gate, a step, norms, decays and steps of value channels."""
+    x = draw(rng, B, T)
+    HV, K, V = x["v"].shape[2], x["k"].shape[3], x["v"].shape[3]
+    x |= draw_gate(rng, rng.choice(GATES), x["g"])
+    x |= {"gk": -uniform(rng, B, T, HV, K), "gv": -uniform(rng, B, T, HV, V), "beta": normal(rng, B, T, HV, V)}
+    return x | {"beta_mode": rng.choice(BETAS[1:]), "use_l2norm": True, "scale": rng.uniform(0.1, 2)}
+
+
+def cut(x: Args, n: int, first: int, end: int) -> Args:
+    """Some tokens of sequence n, alone."""
+    return x | {name: x[name][n : n + 1, first:end] for name in TOKENS if x.get(name) is not None}
+
+
+def single(x: Args, n: int, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [HV, V] of one token in a call of its own, and the state [HV, K, V] after it."""
+    result = decode_reference(**cut(x, n, t, t + 1), initial_state=state[None])
+    return result.o[0, 0], result.final_state[0]
+
+
+def ints(*values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def assert_only_written(pool: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
+    """The pool holds these states at these slots, and is as it was, bitwise, in all others."""
+    for slot in range(len(pool)):
+        if slot in written:
+            assert_close(pool[slot], written[slot])
+        else:
+            assert torch.equal(pool[slot], before[slot]), f"slot {slot}"
+
+
+@pytest.mark.parametrize("packed", (False, True), ids=("dense", "packed"))
+@pytest.mark.parametrize("beta_mode", BETAS)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("scalar", (False, True), ids=("channel", "scalar"))
+def test_equals_the_recurrence(scalar: bool, gate: str, beta_mode: str, packed: bool, rng: random.Random) -> None:
+    lengths = [rng.choice((0, 1, rng.randint(2, 6))) for _ in range(rng.randint(1, 4))]
+    N = len(lengths)
+    B, T = (1, sum(lengths)) if packed else (N, rng.randint(1, 6))
+    x = draw(rng, B, T, scalar)
+    x |= draw_gate(rng, gate, x["g"])
+    x |= {"beta_mode": beta_mode, "use_l2norm": rng.random() < 0.5, "state_v_first": rng.random() < 0.5}
+    x |= {"scale": rng.choice((None, 0.7)), "cu_seqlens": ints(*bounds_of(lengths)) if packed else None}
+    states = draw_states(rng, x, N)
+    x["initial_state"] = rng.choice((None, states.mT.contiguous() if x["state_v_first"] else states))
+    o, final_state = recurrent_kda(**{**x, "g": x["g"][..., None] if scalar else x["g"]})
+    result = decode_reference(**x)
+    assert_close(result.o, o)
+    assert_close(result.final_state, final_state)
+    assert result.intermediate_states is None
+    if x["initial_state"] is None:
+        assert result.pool is None
+    else:
+        assert result.pool is not None and torch.equal(result.pool, result.final_state)
+
+
+def test_absent_gates_and_steps_change_nothing(rng: random.Random) -> None:
+    x = draw(rng, 2, 3)
+    expected = decode_reference(**{**x, "g": torch.zeros_like(x["g"]), "beta": torch.ones_like(x["beta"])})
+    for mode in BETAS:
+        result = decode_reference(**{**x, "g": None, "beta": None}, beta_mode=mode)
+        assert_close(result.o, expected.o)
+        assert_close(result.final_state, expected.final_state)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_value_channel_is_a_recurrence_of_its_own(gate: str, rng: random.Random) -> None:
+    B, T = rng.randint(1, 3), rng.randint(1, 5)
+    x, mode = draw(rng, B, T), rng.choice(BETAS)
+    HV, K, V = x["v"].shape[2], x["k"].shape[3], x["v"].shape[3]
+    arguments, states = draw_gate(rng, gate, x["g"]), draw_states(rng, x, B)
+    gk, gv, beta = -uniform(rng, B, T, HV, K), -uniform(rng, B, T, HV, V), normal(rng, B, T, HV, V)
+    g = x["g"] if x["g"].dim() == 4 else x["g"][..., None]
+    g = activate_gate(g, **{"gate": "log", **arguments})
+    steps = activate_beta(beta, mode)
+    cases: list[tuple[Args, Tensor, Tensor]] = [
+        ({"gk": gk}, gk + 0 * gv[..., :1], x["beta"][..., None].expand_as(beta)),
+        ({"gv": gv, "beta": beta, "beta_mode": mode}, gv, steps),
+        ({"gk": gk, "gv": gv, "beta": beta, "beta_mode": mode}, gv, steps),
+        ({"beta": beta, "beta_mode": mode}, 0 * gv, steps),
+    ]
+    for given, of_values, step in cases:
+        result = decode_reference(**{**x, **arguments, "initial_state": states, **given})
+        for c in range(V):
+            log_decay = g.expand(B, T, HV, K) + given.get("gk", 0)
+            if "gv" in given:
+                log_decay = log_decay + of_values[..., c : c + 1]
+            o, final_state = recurrent_kda(
+                x["q"], x["k"], x["v"][..., c : c + 1], log_decay, step[..., c], initial_state=states[..., c : c + 1]
+            )
+            assert_close(result.o[..., c : c + 1], o)
+            assert_close(result.final_state[..., c : c + 1], final_state)
+
+
+def test_tokens_at_once_equal_calls_of_one_token(rng: random.Random) -> None:
+    B, T = rng.randint(1, 3), rng.randint(2, 6)
+    x = draw_call(rng, B, T)
+    pool = draw_states(rng, x, B + 2)
+    slots = ints(*rng.sample(range(B + 2), B))
+    at_once = decode_reference(**x, initial_state=pool, ssm_state_indices=slots)
+    for t in range(T):
+        tokens = x | {name: x[name][:, t : t + 1] for name in TOKENS}
+        one = decode_reference(**tokens, initial_state=pool, ssm_state_indices=slots)
+        assert one.pool is not None
+        pool = one.pool
+        assert_close(at_once.o[:, t : t + 1], one.o)
+    assert at_once.pool is not None
+    assert_close(at_once.pool, pool)
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+@pytest.mark.parametrize("columns", (0, 1, 2), ids=("1-D", "2-D", "2-D wide"))
+def test_pool_against_single_calls(columns: int, dtype: torch.dtype, rng: random.Random) -> None:
+    """Every index names one slot, so that what any token writes is seen."""
+    lengths = [0, *(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))]
+    rng.shuffle(lengths)
+    N, W = len(lengths), max(lengths) + columns - 1
+    x = draw_call(rng, 1, sum(lengths))
+    order = rng.sample(range(N * max(W, 1) + 3), N * max(W, 1))
+    slots = ints(*order, dtype=dtype).view(N, -1)[:, : W if columns else 1]
+    pool = draw_states(rng, x, N * max(W, 1) + 3)
+    result = decode_reference(
+        **x,
+        initial_state=pool,
+        ssm_state_indices=slots if columns else slots[:, 0],
+        cu_seqlens=ints(*bounds_of(lengths), dtype=dtype),
+    )
+    written = {}
+    for n, (first, end) in enumerate(pairwise(bounds_of(lengths))):
+        state = pool[slots[n, 0]]
+        for t in range(first, end):
+            o, state = single(x, 0, t, state)
+            assert_close(result.o[0, t], o)
+            written[int(slots[n, t - first if columns else 0])] = state
+        assert_close(result.final_state[n], state)
+    assert result.pool is not None
+    assert_only_written(result.pool, pool, written)
+
+
+def test_accepted_tokens_choose_the_column(rng: random.Random) -> None:
+    W = rng.randint(3, 5)
+    counts = [0, 1, 2, W, W + 3, -2]
+    rng.shuffle(counts)
+    N, T = len(counts), rng.randint(1, W)
+    x = draw(rng, N, T)
+    pool = draw_states(rng, x, N * W)
+    slots = torch.tensor(rng.sample(range(N * W), N * W)).view(N, W)
+    for accepted in (counts, *([c] * N for c in counts)):
+        result = decode_reference(**x, initial_state=pool, ssm_state_indices=slots, num_accepted_tokens=ints(*accepted))
+        column = [{0: 0, 1: 0, 2: 1, W: W - 1, W + 3: W - 1, -2: 0}[count] for count in accepted]
+        read = pool[slots[range(N), column]]
+        alone = decode_reference(**x, initial_state=read)
+        assert_close(result.o, alone.o)
+        assert_close(result.final_state, alone.final_state)
+        states = [decode_reference(**cut_all(x, t + 1), initial_state=read).final_state for t in range(T)]
+        written = {int(slots[n, t]): states[t][n] for n in range(N) for t in range(T)}
+        assert result.pool is not None
+        assert_only_written(result.pool, pool, written)
+
+
+def cut_all(x: Args, end: int) -> Args:
+    """The tokens of every sequence up to end."""
+    return x | {name: x[name][:, :end] for name in TOKENS if name in x}
+
+
+@PADS
+@pytest.mark.parametrize("wide", (False, True), ids=("1-D", "2-D"))
+@pytest.mark.parametrize("separate", (False, True), ids=("same", "separate"))
+@pytest.mark.parametrize("all_null", (False, True), ids=("some", "all"))
+def test_null_sequences(all_null: bool, separate: bool, wide: bool, pad: int, rng: random.Random) -> None:
+    """They have zeros for results and write nowhere, whatever stands in their destinations and rows."""
+    N, T = 5, rng.randint(2, 4)
+    x = draw(rng, N, T)
+    width = T if wide else 1
+    null = set(range(N)) if all_null else set(rng.sample(range(N), rng.randint(1, N - 1)))
+    size = 2 * N * width + 1
+    order = ints(*rng.sample(range(1, size), 2 * N * width)).view(2, N, width)
+    slots, targets = order[0].clone(), order[1] if separate else None
+    for n in null:
+        slots[n, 0] = rng.choice((pad, pad - 1, pad - 7))  # the other columns are stale
+    pool, rows = draw_states(rng, x, size), draw_states(rng, x, N, T)
+    result = decode_reference(
+        **x,
+        initial_state=pool,
+        ssm_state_indices=slots if wide else slots[:, 0],
+        output_state_indices=targets if targets is None or wide else targets[:, 0],
+        pad_slot_id=pad,
+        intermediate_states=rows,
+    )
+    assert result.pool is not None and result.intermediate_states is not None
+    written, written_rows = {}, {}
+    for n in range(N):
+        if n in null:
+            assert not result.o[n].any() and not result.final_state[n].any()
+            continue
+        alone = decode_reference(
+            **cut(x, n, 0, T), initial_state=pool[slots[n, :1]], intermediate_states=rows[n : n + 1]
+        )
+        assert alone.intermediate_states is not None
+        assert_close(result.o[n], alone.o[0])
+        written_rows[n] = alone.intermediate_states[0]
+        at = (slots if targets is None else targets)[n].tolist()
+        written |= dict(zip(at, written_rows[n] if wide else alone.final_state, strict=True))
+    assert_only_written(result.pool, pool, written)
+    assert_only_written(result.intermediate_states, rows, written_rows)
+
+
+def test_slot_zero_is_a_slot_unless_it_is_padding(rng: random.Random) -> None:
+    x = draw(rng, 1, 1)
+    pool = draw_states(rng, x, 2)
+    live = decode_reference(**x, initial_state=pool, ssm_state_indices=ints(0))
+    null = decode_reference(**x, initial_state=pool, ssm_state_indices=ints(0), pad_slot_id=0)
+    row = decode_reference(**x, initial_state=pool[:1], pad_slot_id=0)
+    assert live.o.any() and live.pool is not None and not torch.equal(live.pool[0], pool[0])
+    assert not null.o.any() and null.pool is not None and torch.equal(null.pool, pool)
+    assert row.pool is not None
+    assert_close(row.pool, live.pool[:1])
+
+
+@PADS
+@pytest.mark.parametrize("wide", (False, True), ids=("1-D", "2-D"))
+@pytest.mark.parametrize("below", (0, 1, 7), ids="below{}".format)
+def test_separate_destinations_leave_the_source(below: int, wide: bool, pad: int, rng: random.Random) -> None:
+    N, T = rng.randint(2, 4), rng.randint(1, 3)
+    x, width = draw(rng, N, T), T if wide else 1
+    size = N * (width + 1) + 2
+    order = rng.sample(range(1, size), N * (width + 1))
+    slots, targets = ints(*order[:N]), ints(*order[N:]).view(N, width)
+    skipped = rng.randrange(N)
+    targets[skipped, -1] = pad - below
+    pool = draw_states(rng, x, size)
+    result = decode_reference(
+        **x,
+        initial_state=pool,
+        ssm_state_indices=slots,
+        output_state_indices=targets if wide else targets[:, 0],
+        pad_slot_id=pad,
+    )
+    alone = decode_reference(**x, initial_state=pool[slots], intermediate_states=draw_states(rng, x, N, T))
+    assert alone.intermediate_states is not None and result.pool is not None
+    assert result.o[skipped].any()
+    assert_close(result.o, alone.o)
+    assert_close(result.final_state, alone.final_state)
+    states = alone.intermediate_states if wide else alone.final_state[:, None]
+    written = {int(targets[n, t]): states[n, t] for n in range(N) for t in range(width) if targets[n, t] > pad}
+    assert len(written) == N * width - 1 and not written.keys() & set(order[:N])
+    assert_only_written(result.pool, pool, written)
+
+
+def test_without_sources_destinations_are_rows(rng: random.Random) -> None:
+    x = draw(rng, 2, 2)
+    states = draw_states(rng, x, 2)
+    result = decode_reference(**x, initial_state=states, output_state_indices=ints(1, -1))
+    assert result.pool is not None
+    assert_only_written(result.pool, states, {1: result.final_state[0]})
+    assert_close(result.o, decode_reference(**x, initial_state=states).o)
+
+
+def test_all_sequences_read_before_any_writes(rng: random.Random) -> None:
+    x = draw(rng, 2, 2)
+    pool = draw_states(rng, x, 2)
+    result = decode_reference(**x, initial_state=pool, ssm_state_indices=ints(0, 1), output_state_indices=ints(1, 0))
+    expected = decode_reference(**x, initial_state=pool)
+    assert result.pool is not None
+    assert_close(result.o, expected.o)
+    assert_close(result.pool, expected.final_state.flip(0))
+
+
+@pytest.mark.parametrize("packed", (False, True), ids=("dense", "packed"))
+def test_no_tokens_carry_the_state(packed: bool, rng: random.Random) -> None:
+    x = draw(rng, 1 if packed else 2, 0)
+    cu_seqlens = ints(0, 0, 0) if packed else None
+    pool = draw_states(rng, x, 6)
+    indices = {"ssm_state_indices": ints(4, -1), "cu_seqlens": cu_seqlens}
+
+    def call(**given: Any) -> DecodeResult:
+        result = decode_reference(**x, initial_state=pool, **{**indices, **given})
+        assert result.o.shape == x["v"].shape
+        assert torch.equal(result.final_state[0], pool[4]) and not result.final_state[1].any()
+        return result
+
+    same, moved = call(), call(output_state_indices=ints(2, 3))
+    wide, unmoved = call(output_state_indices=ints([2, 1], [0, 3])), call(update=False, output_state_indices=ints(2, 3))
+    for result, written in ((same, {}), (moved, {2: pool[4]}), (wide, {}), (unmoved, {})):
+        assert result.pool is not None
+        assert_only_written(result.pool, pool, written)
+    fresh = decode_reference(**x, cu_seqlens=cu_seqlens)
+    assert fresh.final_state.shape == (2, *pool.shape[1:]) and not fresh.final_state.any()
+
+
+def test_verification_leaves_the_pool(rng: random.Random) -> None:
+    """Intermediate states lie by the row that is given, not by slot or sequence; rows below 0 are not written."""
+    N, T, W = 4, rng.randint(2, 4), 2
+    x = draw_call(rng, N, T)
+    pool = draw_states(rng, x, 9)
+    slots = ints(*rng.sample(range(9), N * W)).view(N, W)  # fewer columns than tokens: they are read only
+    rows = ints(*rng.sample(range(6), N))
+    unwritten = rng.randrange(N)
+    rows[unwritten] = -1
+    kept = torch.full((6, T + 1, *pool.shape[1:]), UNTOUCHED, dtype=F64)
+    result = decode_reference(
+        **x,
+        initial_state=pool,
+        ssm_state_indices=slots,
+        num_accepted_tokens=ints(*([2] * N)),
+        update=False,
+        intermediate_states=kept,
+        intermediate_state_indices=rows,
+    )
+    written = {}
+    for n in range(N):
+        state, row = pool[slots[n, 1]], kept[0].clone()
+        for t in range(T):
+            o, state = single(x, n, t, state)
+            assert_close(result.o[n, t], o)
+            row[t] = state
+        assert_close(result.final_state[n], state)
+        if n != unwritten:
+            written[int(rows[n])] = row
+    assert result.pool is not None and torch.equal(result.pool, pool)
+    assert result.intermediate_states is not None and len(written) == N - 1
+    assert_only_written(result.intermediate_states, kept, written)
+
+
+def test_intermediate_states_beside_an_update(rng: random.Random) -> None:
+    """Of packed sequences, without a pool too."""
+    lengths = (2, 0, 3)
+    x = draw(rng, 1, 5)
+    states, cu_seqlens = draw_states(rng, x, 3), ints(*bounds_of(lengths))
+    for initial in (None, states):
+        kept = torch.full((4, 3, *states.shape[1:]), UNTOUCHED)
+        result = decode_reference(**x, initial_state=initial, cu_seqlens=cu_seqlens, intermediate_states=kept)
+        expected = kept.to(F64)
+        for n, (first, end) in enumerate(pairwise(bounds_of(lengths))):
+            state = torch.zeros_like(states[n]) if initial is None else initial[n]
+            for t in range(first, end):
+                _, state = single(x, 0, t, state)
+                expected[n, t - first] = state
+        assert result.intermediate_states is not None
+        assert_close(result.intermediate_states, expected)
+        assert initial is None or (result.pool is not None and torch.equal(result.pool, result.final_state))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kept_dtype", (F64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_trees_equal_the_paths_from_their_roots(
+    kept_dtype: torch.dtype, state_v_first: bool, rng: random.Random
+) -> None:
+    """A path is walked token by token; a state that a token starts from has gone through the buffer's dtype."""
+    # Sums in another order are rounded to another fp32 number once in ten thousand runs, and to another bf16 never
+    tolerance = 1e-6 if kept_dtype == torch.float32 else EXACT
+    N, T = 3, rng.randint(3, 7)
+    x = draw_call(rng, N, T)
+    parents = [[rng.randrange(-1, t) if t else rng.choice((-1, 0, T)) for t in range(T)] for _ in range(N)]
+    parents[0][1:] = range(T - 1)  # a chain
+    pool = draw_states(rng, x, N + 1)
+    slots, rows = rng.sample(range(N + 1), N), rng.sample(range(N + 2), N)
+    kept = torch.full((N + 2, T, *pool.shape[1:]), 7.0, dtype=kept_dtype)
+    result = decode_reference(
+        **x,
+        initial_state=pool.mT if state_v_first else pool,
+        ssm_state_indices=ints(*slots),
+        update=False,
+        intermediate_states=kept.mT if state_v_first else kept,
+        intermediate_state_indices=ints(*rows),
+        retrieve_parent_token=ints(*parents),
+        state_v_first=state_v_first,
+    )
+    assert result.pool is not None and torch.equal(result.pool.mT if state_v_first else result.pool, pool)
+    assert result.intermediate_states is not None
+    states = result.intermediate_states.mT if state_v_first else result.intermediate_states
+    for n in range(N):
+        for t in range(T):
+            path = [t]
+            while path[0] and parents[n][path[0]] >= 0:
+                path.insert(0, parents[n][path[0]])
+            state = pool[slots[n]]
+            for token in path:
+                state = state if token == path[0] else state.to(kept_dtype).to(F64)
+                o, state = single(x, n, token, state)
+            assert_close(result.o[n, t], o, tolerance)
+            assert_close(states[rows[n], t], state, tolerance)
+        final_state = result.final_state[n].mT if state_v_first else result.final_state[n]
+        assert_close(final_state, state, tolerance)
+    for row in set(range(N + 2)) - set(rows):
+        assert torch.equal(states[row], kept[row].to(F64))
+
+
+def test_chains_through_a_short_buffer_are_rounded(rng: random.Random) -> None:
+    x = draw(rng, 1, 4)
+    kept = draw_states(rng, x, 1, 4)
+    tree: Args = {"update": False, "retrieve_parent_token": ints([-1, 0, 1, 2])}
+    exact = decode_reference(**x)
+    assert_close(decode_reference(**x, **tree, intermediate_states=kept).o, exact.o)
+    rounded = decode_reference(**x, **tree, intermediate_states=kept.bfloat16())
+    assert_close(rounded.o[:, 0], exact.o[:, 0])
+    assert 1e-5 < relative_error(rounded.o, exact.o) < 0.1
+
+
+def test_a_tree_without_a_row_is_null(rng: random.Random) -> None:
+    x = draw(rng, 2, 3)
+    pool, kept = draw_states(rng, x, 2), draw_states(rng, x, 2, 3)
+    arguments: Args = {"initial_state": pool, "update": False, "intermediate_states": kept}
+    arguments["intermediate_state_indices"] = ints(-1, 1)
+    result = decode_reference(**x, **arguments, retrieve_parent_token=ints([9, 9, 9], [-1, 0, 0]))
+    assert not result.o[0].any() and not result.final_state[0].any() and result.o[1].any()
+    assert result.intermediate_states is not None and torch.equal(result.intermediate_states[0], kept[0])
+    assert decode_reference(**x, **arguments).o[0].any()
+
+
+def test_state_layouts_are_transposes(rng: random.Random) -> None:
+    N, T = 3, rng.randint(1, 3)
+    x = draw_call(rng, N, T)
+    pool, kept = draw_states(rng, x, N * T + 1), draw_states(rng, x, N, T)
+    order = ints(*rng.sample(range(N * T + 1), N * T)).view(N, T)
+    for slots in (order, order[:, 0]):
+        one = decode_reference(**x, initial_state=pool, ssm_state_indices=slots, intermediate_states=kept)
+        other = decode_reference(
+            **x,
+            initial_state=pool.mT.contiguous(),
+            ssm_state_indices=slots,
+            intermediate_states=kept.mT.contiguous(),
+            state_v_first=True,
+        )
+        assert_close(one.o, other.o)
+        for name in ("final_state", "pool", "intermediate_states"):
+            assert_close(getattr(one, name), getattr(other, name).mT)
+        assert other.final_state.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", (F64, torch.float32), ids=str)
+def test_inputs_are_cast_and_left_alone(dtype: torch.dtype, rng: random.Random) -> None:
+    """With slots that are apart in memory, and inputs that require gradients."""
+    N, T = 2, 3
+    exact = draw_call(rng, N, T)
+    exact |= {"initial_state": draw_states(rng, exact, 6), "intermediate_states": draw_states(rng, exact, N, T)}
+    low = {name: x.to(torch.bfloat16) if isinstance(x, Tensor) else x for name, x in exact.items()}
+    low["q"].requires_grad_()
+    low["initial_state"] = low["initial_state"][:, None].repeat(1, 3, 1, 1, 1)[:, 1]
+    exact = {name: x.detach().to(F64) if isinstance(x, Tensor) else x for name, x in low.items()}
+    exact["ssm_state_indices"] = low["ssm_state_indices"] = ints([5, 0, 1], [2, 3, 4])
+    copied = {name: x.clone() if isinstance(x, Tensor) else x for name, x in exact.items()}
+    truth = decode_reference(**copied)
+    for x in (low, exact):
+        before = {name: t.clone() for name, t in x.items() if isinstance(t, Tensor)}
+        result = decode_reference(**x, dtype=dtype)
+        for name, t in before.items():
+            assert torch.equal(x[name], t), name
+        for actual, expected in zip(result, truth, strict=True):
+            assert actual is not None and expected is not None
+            assert actual.dtype == dtype and not actual.requires_grad
+            error = relative_error(actual, expected)
+            assert error == 0 if dtype == F64 else 0 < error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"k": torch.ones(2, 3, 4, 5)}, "k must have"),
+        ({"v": torch.ones(2, 3, 3, 3)}, "multiple of H"),
+        ({"v": torch.ones(2, 1, 4, 3), "g": None, "beta": None}, "v must have"),
+        ({"g": torch.ones(2, 3, 4, 1)}, r"g must have the shape \[2, 3, 4\] or \[2, 3, 4, 5\]"),
+        ({"beta": torch.ones(2, 3, 4, 5)}, "beta must have"),
+        ({"gk": torch.ones(2, 3, 4)}, "gk must have"),
+        ({"gv": torch.ones(2, 3, 4, 5)}, "gv must have"),
+        ({"gate": "softplus"}, "needs A_log"),
+        ({"beta_mode": "tanh"}, "beta mode must be one of"),
+        ({"ssm_state_indices": None, "initial_state": None, "num_accepted_tokens": ints(1, 1)}, "chooses a column"),
+        ({"ssm_state_indices": None}, "initial_state must have"),
+        ({"ssm_state_indices": ints(0, 9)}, "no place"),
+        ({"ssm_state_indices": ints(0, -1), "pad_slot_id": -2}, "no place"),
+        ({"ssm_state_indices": ints(0, 1, 2)}, "ssm_state_indices must have"),
+        ({"ssm_state_indices": torch.ones(2)}, "must hold integers"),
+        ({"ssm_state_indices": ints([0, 1], [2, 3])}, "2 slots cannot take the states after 3 tokens"),
+        ({"output_state_indices": ints([0, 1], [2, 3])}, "2 slots cannot take the states after 3 tokens"),
+        ({"output_state_indices": ints(0, 9)}, "no place"),
+        ({"num_accepted_tokens": ints(1, 1)}, "chooses a column"),
+        ({"initial_state": None}, "pass initial_state"),
+        ({"initial_state": torch.ones(9, 4, 3, 5)}, "initial_state must have"),
+        ({"intermediate_state_indices": ints(0, 1)}, "need intermediate_states"),
+        ({"retrieve_parent_token": ints([0, 0, 0], [0, 0, 0]), "update": False}, "need intermediate_states"),
+        ({"intermediate_states": torch.ones(2, 3, 4, 3, 5)}, "intermediate_states must have"),
+        ({"intermediate_states": torch.ones(2, 2, 4, 5, 3)}, "no place"),
+        ({"intermediate_states": torch.ones(1, 3, 4, 5, 3)}, "no place"),
+        ({"cu_seqlens": ints(0, 3)}, "got B=2"),
+    ),
+)
+def test_wrong_arguments_are_refused(change: Args, message: str) -> None:
+    rng = random.Random(0)
+    x: Args = {"q": normal(rng, 2, 3, 2, 5), "k": normal(rng, 2, 3, 2, 5), "v": normal(rng, 2, 3, 4, 3)}
+    x |= {"g": -uniform(rng, 2, 3, 4), "beta": uniform(rng, 2, 3, 4), "initial_state": normal(rng, 9, 4, 5, 3)}
+    x["ssm_state_indices"] = ints(0, 1)
+    decode_reference(**x)
+    with pytest.raises(InputError, match=message):
+        decode_reference(**{**x, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"update": True}, "update=False"),
+        ({"retrieve_parent_token": ints([0, 1, 0])}, "parent of token 1 must be below 1"),
+        ({"retrieve_parent_token": ints([0, 0])}, "retrieve_parent_token must have"),
+        ({"cu_seqlens": ints(0, 3)}, "no cu_seqlens"),
+    ),
+)
+def test_wrong_trees_are_refused(change: Args, message: str) -> None:
+    x = draw(random.Random(0), 1, 3)
+    x |= {"intermediate_states": draw_states(random.Random(0), x, 1, 3), "update": False}
+    x["retrieve_parent_token"] = ints([0, 0, 0])
+    decode_reference(**x)
+    with pytest.raises(InputError, match=message):
+        decode_reference(**{**x, **change})
+
+
+@pytest.mark.parametrize("bounds", ((0, 2), (1, 3), (0, 2, 1, 3), ()), ids=str)
+def test_wrong_bounds_are_refused(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="cu_seqlens must start at 0"):
+        decode_reference(**draw(random.Random(0), 1, 3), cu_seqlens=ints(*bounds))
