@@ -114,12 +114,13 @@ def build(case: Case, config: DecodeRowsConfig) -> Any:
     N = edges - 1
     states = T.cast(HV, "int64") * (p.V * p.K // lanes.width)  # vectors of a sequence's
 
+    def outside(pool, slot, snapshots, row):
+        beyond = slot >= pool.shape[0] if has("pooled") else T.bool(False)
+        return beyond | (row < 0) | (row >= snapshots.shape[0]) if has("tree") else beyond
+
     @T.macro
     def load(at, x, row, inner, out):
-        if row < x.shape[0]:
-            load_rows(lanes, at.lane, x, find_first(row, x.shape[1:], lanes.width, inner + at.state), out)
-        else:
-            T.clear(out)
+        load_rows(lanes, at.lane, x, find_first(row, x.shape[1:], lanes.width, inner + at.state), out)
 
     @T.macro
     def load_first(at, pool, slot, out):
@@ -129,10 +130,21 @@ def build(case: Case, config: DecodeRowsConfig) -> Any:
             T.clear(out)
 
     @T.macro
-    def store(at, state, x, row, inner, least):
-        if (row >= least) & (row < x.shape[0]):
+    def store(at, state, x, row, inner):
+        if (row >= 0) & (row < x.shape[0]):
             first = find_first(row, x.shape[1:], lanes.width, inner + at.state)
             store_rows(lanes, at.lane, state, x, first, lanes.width)
+
+    @T.macro
+    def store_last(at, state, pool, target):
+        if has("updates") and not has("each_token"):
+            store(at, state, pool, target, 0)
+
+    @T.macro
+    def store_final(at, state, ht, i_n):
+        if p.final_state:
+            first = find_first(i_n, (states * lanes.width,), lanes.width, at.state)
+            store_rows(lanes, at.lane, state, ht, first, min(4, lanes.width))
 
     @T.macro
     def widen(packed, state):
@@ -150,8 +162,7 @@ def build(case: Case, config: DecodeRowsConfig) -> Any:
             i_n, thread = i_block // parts, T.get_thread_binding()
             start, count = find_tokens(p, i_n, bounds, steps)
             slot, null = find_source(p, i_n, slots, accepted, pad_slot_id, slots_width)
-            target = find_target(p, i_n, 0, slots, targets)
-            least = T.cast(pad_slot_id, "int32") + 1 if has("pooled") or has("separate") else 0
+            target = find_target(p, i_n, 0, slots, targets, pad_slot_id)
             row = find_snapshot_row(p, i_n, snapshot_rows)
             first_row = i_block % parts * in_block + thread // lanes.count * R
             state = alloc(size)
@@ -161,43 +172,46 @@ def build(case: Case, config: DecodeRowsConfig) -> Any:
             by_k, by_q, spare = alloc(R), alloc(R), alloc(R)
             if first_row < p.V if p.V % in_block else True:
                 head = Place(p, lanes, i_hv, None, thread % lanes.count, first_row)
-                if null | (row < 0) if has("tree") else null:
-                    T.clear(state)
-                    T.clear(by_q)
-                    for t in T.serial(count):
-                        store_values(head, by_q, o, start + t)
-                else:
+                absent = null | outside(pool, slot, snapshots, row)
+                if (count > 0) & T.Not(absent):
                     load_first(head, pool, slot, packed)
                     i_h, _ = divide(i_hv + 0, (T.cast(group, "int32"),))
                     at = replace(head, i_h=i_h)
                     load_gate(at, A_log, dt_bias, gate)
-                    if count > 0:
-                        load_token(at, given, start, raw)
-                        prepare(at, raw, gate, scale, lower_bound, now)
+                    load_token(at, given, start, raw)
+                    prepare(at, raw, gate, scale, lower_bound, now)
                     widen(packed, state)
                     for t in T.serial(count):
                         if t + 1 < count:  # on its way while this one is computed
                             load_token(at, given, start + t + 1, raw)
                         if has("tree"):
                             if t > 0:
-                                if parents[i_n, t, 0] >= 0:
-                                    load(at, snapshots, row, parents[i_n, t, 0] * states, packed)
+                                parent = parents[i_n, t, 0]
+                                if (parent >= 0) & (parent < t):
+                                    load(at, snapshots, row, parent * states, packed)
                                 else:
                                     load_first(at, pool, slot, packed)
                                 widen(packed, state)
                         advance(at, now, state, by_k, by_q, spare)
                         store_values(at, by_q, o, start + t)
                         if has("snapshots"):
-                            store(at, state, snapshots, row, t * states, 0)
+                            store(at, state, snapshots, row, t * states)
                         if has("each_token"):
-                            store(at, state, pool, find_target(p, i_n, t, slots, targets), 0, least)
+                            store(at, state, pool, find_target(p, i_n, t, slots, targets, pad_slot_id), 0)
                         if t + 1 < count:
                             prepare(at, raw, gate, scale, lower_bound, now)
-                    if has("updates") and not has("each_token"):
-                        store(at, state, pool, target, 0, least)
-                if p.final_state:
-                    first = find_first(i_n, (states * lanes.width,), lanes.width, head.state)
-                    store_rows(lanes, head.lane, state, ht, first, min(4, lanes.width))
+                    store_last(at, state, pool, target)
+                    store_final(at, state, ht, i_n)
+                else:
+                    T.clear(packed)
+                    if absent:
+                        T.clear(by_q)
+                        for t in T.serial(count):
+                            store_values(head, by_q, o, start + t)
+                    else:  # a sequence of no tokens
+                        load_first(head, pool, slot, packed)
+                        store_last(head, packed, pool, target)
+                    store_final(head, packed, ht, i_n)
 
     return decode_rows
 
