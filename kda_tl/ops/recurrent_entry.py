@@ -76,9 +76,11 @@ def _run_call(operator: RecurrentOperator, a: Args, plain: bool) -> tuple[Tensor
             *[getattr(a, name) for name in operator.arguments]
         )
         return result
-    if a.v is None or not isinstance(a.v, Tensor) or a.v.dim() != 4:
-        pose(operator, a)  # which says what is wrong
-    o, ht = new_results(a)
+    try:
+        o, ht = new_results(a)
+    except (AttributeError, IndexError, RuntimeError):  # not a tensor, or of another shape: let the checks say it
+        pose(operator, a)
+        raise
     run_step(operator, a, o, ht)
     if torch.is_grad_enabled():
         watched = [x for name in operator.tensors if (x := getattr(a, name)) is not None and x.requires_grad]
