@@ -101,6 +101,7 @@ def bind_step(operator: RecurrentOperator, a: Args) -> BoundStep:
         found = _bound.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no memory: let the checks say it
         pose(operator, a)
+        _check_memory(operator, a)
         raise
     if found is None:
         found = _bind_new(operator, a)
@@ -108,6 +109,17 @@ def bind_step(operator: RecurrentOperator, a: Args) -> BoundStep:
             _bound.clear()
         _bound[key] = found
     return found
+
+
+def _check_memory(operator: RecurrentOperator, a: Args) -> None:
+    """Raises InputError for a tensor without memory, or one that is written and has its signs elsewhere."""
+    for name in operator.tensors:
+        if (x := getattr(a, name)) is None:
+            continue
+        written = name in ("intermediate_states", "out") or (name == "initial_state" and writes_pool(a))
+        if written and x.is_neg():
+            raise InputError(f"{name} has its negative bit set: pass {name}.resolve_neg(), which it can be kept in.")
+        check_memory(name, x)
 
 
 def _describe(x: Tensor | None) -> Any:
@@ -119,14 +131,7 @@ def _describe(x: Tensor | None) -> Any:
 
 def _bind_new(operator: RecurrentOperator, a: Args) -> BoundStep:
     problem = pose(operator, a)
-    for name in operator.tensors:
-        if (x := getattr(a, name)) is not None:
-            written = name in ("intermediate_states", "out") or (name == "initial_state" and writes_pool(a))
-            if written and x.is_neg():
-                raise InputError(
-                    f"{name} has its negative bit set: pass {name}.resolve_neg(), which it can be kept in."
-                )
-            check_memory(name, x)
+    _check_memory(operator, a)
     on_gpu = a.q.is_cuda
     device = cuda_device(a.q.device.index or 0) if on_gpu else cpu_device()
     given = tuple((name, argument) for name, argument in OPERANDS.items() if _plays_a_part(problem, name, a, argument))
