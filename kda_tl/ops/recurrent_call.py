@@ -275,13 +275,9 @@ def _run_on_cpu(bound: BoundStep, compute: Compute, a: Args, o: Tensor, ht: Tens
 def _run_reference(bound: BoundStep, a: Args, o: Tensor, ht: Tensor | None) -> None:
     """The recurrence in plain PyTorch: where no compiler was found."""
     _warn_reference(bound.problem.operator, bound.choice.reason)
-    arguments, bounds = describe_recurrence(bound.problem, a), a.cu_seqlens
-    if bounds is not None:  # tokens after the last sequence have zeros
-        arguments |= {name: x[:, : int(bounds[-1])] for name in _ROWS if (x := arguments[name]) is not None}
     with torch.autocast(o.device.type, enabled=False):  # kernels do not see it either
-        found = decode_reference(**arguments, dtype=torch.float32)
-    o.zero_()
-    o[:, : found.o.shape[1]] = found.o
+        found = decode_reference(**describe_recurrence(bound.problem, a), dtype=torch.float32)
+    o.copy_(found.o)
     if ht is not None:
         ht.copy_(found.final_state)
     for into, values in ((a.initial_state, found.pool), (a.intermediate_states, found.intermediate_states)):
