@@ -23,7 +23,7 @@ class DecodeResult(NamedTuple):
     """What a decode call computes, in new tensors of the dtype that it is computed in.
 
     Attributes:
-        o: [B, T, HV, V], zeros for null sequences.
+        o: [B, T, HV, V], zeros for null sequences and for tokens after the last sequence.
         final_state: [N, HV, K, V], or [N, HV, V, K] if state_v_first: the state after each sequence's last token, its
             initial state if it has no tokens, zeros if it is null.
         pool: a copy of initial_state after the call; None without initial_state.
@@ -218,8 +218,8 @@ def _read_bounds(cu_seqlens: Tensor, B: int, T: int) -> list[int]:
     if B != 1:
         raise InputError(f"cu_seqlens needs packed sequences, B=1, got B={B}: flatten the batch into the tokens.")
     bounds = _read_indices("cu_seqlens", cu_seqlens, (None,)) or [-1]
-    if bounds[0] != 0 or bounds[-1] != T or sorted(bounds) != bounds:
-        raise InputError(f"cu_seqlens must start at 0, never decrease and end at T={T}, got {bounds}.")
+    if bounds[0] != 0 or bounds[-1] > T or sorted(bounds) != bounds:
+        raise InputError(f"cu_seqlens must start at 0, never decrease and end at most at T={T}, got {bounds}.")
     return bounds
 
 

@@ -294,6 +294,16 @@ def test_no_tokens_carry_the_state(packed: bool, rng: random.Random) -> None:
     assert fresh.final_state.shape == (2, *pool.shape[1:]) and not fresh.final_state.any()
 
 
+def test_tokens_after_the_last_sequence_have_zeros(rng: random.Random) -> None:
+    x = draw(rng, 1, 5)
+    expected = decode_reference(**cut(x, 0, 0, 3), cu_seqlens=ints(0, 1, 3))
+    for name in x:
+        x[name][:, 3:] = torch.nan
+    result = decode_reference(**x, cu_seqlens=ints(0, 1, 3))
+    assert not result.o[:, 3:].any()
+    assert torch.equal(result.o[:, :3], expected.o) and torch.equal(result.final_state, expected.final_state)
+
+
 def test_verification_leaves_the_pool(rng: random.Random) -> None:
     """Intermediate states lie by the row that is given, not by slot or sequence; rows below 0 are not written."""
     N, T, W = 4, rng.randint(2, 4), 2
@@ -519,7 +529,7 @@ def test_wrong_trees_are_refused(change: Args, message: str) -> None:
         decode_reference(**{**x, **change})
 
 
-@pytest.mark.parametrize("bounds", ((0, 2), (1, 3), (0, 2, 1, 3), ()), ids=str)
+@pytest.mark.parametrize("bounds", ((0, 4), (1, 3), (0, 2, 1, 3), ()), ids=str)
 def test_wrong_bounds_are_refused(bounds: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="cu_seqlens must start at 0"):
         decode_reference(**draw(random.Random(0), 1, 3), cu_seqlens=ints(*bounds))

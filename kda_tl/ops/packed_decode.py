@@ -11,6 +11,7 @@ from kda_tl.ops.recurrent_gated_delta_rule import fused_recurrent_gated_delta_ru
 from kda_tl.ops.recurrent_kda import fused_recurrent_kda
 
 Tensor = torch.Tensor
+_TENSORS = ("mixed_qkv", "a", "b", "initial_state", "out", "ssm_state_indices")
 
 
 def packed_decode(
@@ -59,6 +60,9 @@ def packed_decode(
 
     Source: the interface of vLLM's ``fused_recurrent_gated_delta_rule_packed_decode`` (v0.33.0).
     """
+    for i, x in enumerate((mixed_qkv, a, b, initial_state, out, ssm_state_indices)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{_TENSORS[i]} must be a torch.Tensor, got {type(x).__name__}.")
     if initial_state.dim() != 4 or mixed_qkv.dim() != 2 or a.dim() != 2 or b.dim() != 2:
         raise InputError(
             "packed_decode needs mixed_qkv [B, 2 * H * K + HV * V], a and b of two dimensions, and initial_state"

@@ -126,7 +126,7 @@ def pose(operator: RecurrentOperator, a: Args) -> Problem:
         V=V,
         tokens=B * T,
         sequences=count_sequences(a),
-        longest=T,
+        longest=T if a.cu_seqlens is None else -(-T // max(1, count_sequences(a))),  # lengths are on the device
         dtype=NAME_OF_DTYPE[a.q.dtype],
         g_dtype=NAME_OF_DTYPE[gates[0].dtype] if gates else "",
         beta_dtype="" if a.beta is None else NAME_OF_DTYPE[a.beta.dtype],

@@ -101,6 +101,7 @@ def bind_step(operator: RecurrentOperator, a: Args) -> BoundStep:
         found = _bound.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no memory: let the checks say it
         pose(operator, a)
+        _check_memory(operator, a)
         raise
     if found is None:
         found = _bind_new(operator, a)
@@ -108,6 +109,17 @@ def bind_step(operator: RecurrentOperator, a: Args) -> BoundStep:
             _bound.clear()
         _bound[key] = found
     return found
+
+
+def _check_memory(operator: RecurrentOperator, a: Args) -> None:
+    """Raises InputError for a tensor without memory, or one that is written and has its signs elsewhere."""
+    for name in operator.tensors:
+        if (x := getattr(a, name)) is None:
+            continue
+        written = name in ("intermediate_states", "out") or (name == "initial_state" and writes_pool(a))
+        if written and x.is_neg():
+            raise InputError(f"{name} has its negative bit set: pass {name}.resolve_neg(), which it can be kept in.")
+        check_memory(name, x)
 
 
 def _describe(x: Tensor | None) -> Any:
@@ -129,14 +141,7 @@ class PosedStep(NamedTuple):
 def pose_step(operator: RecurrentOperator, a: Args) -> PosedStep:
     """The problem of a call and its device. Raises InputError for what cannot be used."""
     problem = pose(operator, a)
-    for name in operator.tensors:
-        if (x := getattr(a, name)) is not None:
-            written = name in ("intermediate_states", "out") or (name == "initial_state" and writes_pool(a))
-            if written and x.is_neg():
-                raise InputError(
-                    f"{name} has its negative bit set: pass {name}.resolve_neg(), which it can be kept in."
-                )
-            check_memory(name, x)
+    _check_memory(operator, a)
     on_gpu = a.q.is_cuda
     device = cuda_device(a.q.device.index or 0) if on_gpu else cpu_device()
     given = tuple((name, argument) for name, argument in OPERANDS.items() if _plays_a_part(problem, name, a, argument))
@@ -299,13 +304,9 @@ def _run_on_cpu(bound: BoundStep, compute: Compute, a: Args, o: Tensor, ht: Tens
 def _run_reference(bound: BoundStep, a: Args, o: Tensor, ht: Tensor | None) -> None:
     """The recurrence in plain PyTorch: where no compiler was found."""
     _warn_reference(bound.problem.operator, bound.choice.reason)
-    arguments, bounds = describe_recurrence(bound.problem, a), a.cu_seqlens
-    if bounds is not None:  # tokens after the last sequence have zeros
-        arguments |= {name: x[:, : int(bounds[-1])] for name in _ROWS if (x := arguments[name]) is not None}
     with torch.autocast(o.device.type, enabled=False):  # kernels do not see it either
-        found = decode_reference(**arguments, dtype=torch.float32)
-    o.zero_()
-    o[:, : found.o.shape[1]] = found.o
+        found = decode_reference(**describe_recurrence(bound.problem, a), dtype=torch.float32)
+    o.copy_(found.o)
     if ht is not None:
         ht.copy_(found.final_state)
     for into, values in ((a.initial_state, found.pool), (a.intermediate_states, found.intermediate_states)):

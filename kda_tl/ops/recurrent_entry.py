@@ -7,7 +7,7 @@ What it changes in place, PyTorch is told: calls that are not plain, and those i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -72,19 +72,32 @@ def _run_call(operator: RecurrentOperator, a: Args, plain: bool) -> tuple[Tensor
     """An eager call."""
     if not plain and needs_operator({name: getattr(a, name) for name in operator.tensors}):
         pose(operator, a)
+        _refuse_functionalize(operator.name)
         result: tuple[Tensor, Tensor | None] = _customs[operator.name](
             *[getattr(a, name) for name in operator.arguments]
         )
         return result
-    if a.v is None or not isinstance(a.v, Tensor) or a.v.dim() != 4:
-        pose(operator, a)  # which says what is wrong
-    o, ht = new_results(a)
+    try:
+        o, ht = new_results(a)
+    except (AttributeError, IndexError, RuntimeError):  # not a tensor, or of another shape: let the checks say it
+        pose(operator, a)
+        raise
     run_step(operator, a, o, ht)
-    if torch.is_grad_enabled():
-        watched = [x for name in operator.tensors if (x := getattr(a, name)) is not None and x.requires_grad]
-        if watched:
-            o = _Refusing.apply(operator.name, o, *watched)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (watched := _find_watched(getattr(a, name) for name in operator.tensors)):
+        o = _Refusing.apply(operator.name, o, *watched)  # type: ignore[no-untyped-call]
     return o, a.initial_state if a.inplace_final_state else ht
+
+
+def _find_watched(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that want a gradient."""
+    return [x for x in tensors if x is not None and x.requires_grad]
+
+
+def _refuse_functionalize(name: str) -> None:
+    if any(each.key().name == "Functionalize" for each in torch._C._functorch.get_interpreter_stack() or ()):
+        raise UnsupportedError(
+            f"torch.func.functionalize cannot follow what {name} writes in place: use torch.compile or torch.export."
+        )
 
 
 class _Refusing(torch.autograd.Function):
@@ -97,9 +110,48 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise UnsupportedError(
-            f"{ctx.name} has no backward, it serves: train with the chunk operator, or call it under torch.no_grad()."
-        )
+        raise _no_backward(ctx.name)
+
+
+def _no_backward(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} has no backward, it serves: train with the chunk operator, or call it under torch.no_grad()."
+    )
+
+
+# The same for traced calls, as operators: what is traced must not raise before a gradient is asked for
+
+
+@torch.library.custom_op("kda_tl::without_backward", mutates_args=())
+def _without_backward(o: Tensor, watched: Sequence[Tensor], name: str) -> Tensor:
+    return o.clone()
+
+
+@torch.library.custom_op("kda_tl::refuse_gradient", mutates_args=())
+def _refuse_gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    raise _no_backward(name)
+
+
+@_without_backward.register_fake
+def _(o: Tensor, watched: Sequence[Tensor], name: str) -> Tensor:
+    return torch.empty_like(o)
+
+
+@_refuse_gradient.register_fake
+def _(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_watched(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], str], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1])
+    ctx.name = inputs[2]
+
+
+def _trace_refusal(ctx: Any, grad: Tensor) -> tuple[None, list[Tensor], None]:
+    return None, [_refuse_gradient(grad, x, ctx.name) for x in ctx.saved_tensors], None
+
+
+_without_backward.register_autograd(_trace_refusal, setup_context=_keep_watched)
 
 
 _customs: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
@@ -131,7 +183,10 @@ def _register(operator: RecurrentOperator) -> Callable[..., tuple[Tensor, Tensor
             N = v.shape[0] if a["cu_seqlens"] is None else a["cu_seqlens"].shape[0] - 1
             dims = (V, K) if a["state_v_first"] else (K, V)
             final = v.new_empty((N, HV, *dims), dtype=torch.float32)
-        custom(*[a[name] for name in arguments], final)
+        with torch.no_grad():
+            custom(*[a[name] for name in arguments], final)
+        if torch.is_grad_enabled() and (watched := _find_watched(a[name] for name in operator.tensors)):
+            a["out"] = _without_backward(a["out"], watched, operator.name)
         return a["out"], state if a["inplace_final_state"] else final
 
     _customs[operator.name] = run_custom_op

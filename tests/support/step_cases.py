@@ -263,15 +263,11 @@ def draw_slots(
 
 
 def truth(a: Args) -> DecodeResult:
-    """What a call computes, in float64; tokens after the last sequence have zeros."""
+    """What a call computes, in float64."""
     given = {name: x for name, x in a.items() if isinstance(x, Tensor) and name != "out"}
-    total = a["q"].shape[1]
-    bounds = a.get("cu_seqlens")
-    end = total if bounds is None else int(bounds[-1])
-    given |= {name: given[name][:, :end] for name in TOKENS if name in given}
     safe = a.get("lower_bound") is not None
     writes = a.get("inplace_final_state") or a.get("output_state_indices") is not None
-    found = decode_reference(
+    return decode_reference(
         **{"g": None, "beta": None} | given,
         scale=a.get("scale"),
         gate="log" if not a.get("use_gate_in_kernel") else "safe" if safe else "softplus",
@@ -286,9 +282,6 @@ def truth(a: Args) -> DecodeResult:
         pad_slot_id=a.get("pad_slot_id", -1),
         update=bool(writes and not a.get("disable_state_update")),
     )
-    o = found.o.new_zeros(a["v"].shape)
-    o[:, :end] = found.o
-    return found._replace(o=o)
 
 
 def memory_of(x: Tensor) -> Tensor:

@@ -1,0 +1,185 @@
+"""The kernel that decodes: equal to its twin on the CPU target, in poisoned memory, and lowered for GPUs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.decode_cases import LAYOUTS, Args
+from support.launches import guarded
+from support.oracle import F64
+from support.step_cases import KINDS, OPERATORS, Shape, Types, draw_step, truth
+from torch import Tensor
+
+from kda_tl import templates
+from kda_tl.core.device import cpu_device, find_compiler
+from kda_tl.core.problem import BETAS, DTYPES, GATES, Problem
+from kda_tl.core.stage import Case, Operands
+from kda_tl.database.gpus import known_device
+from kda_tl.ops import recurrent_call
+from kda_tl.ops.recurrent import pose
+from kda_tl.ops.recurrent_entry import RECURRENT
+from kda_tl.reference import relative_error
+from kda_tl.runtime.compile import compile_stage
+from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.lower import generate_source
+
+CPU = cpu_device()
+STAGE = templates.load("decode_step")
+GPUS = {"sm_90a": known_device("nvidia_h200"), "sm_80": known_device("nvidia_a100_sxm4_80gb")}
+EXACT, FP32 = 1e-12, 1e-5
+needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def draw(rng: random.Random, kind: str, **fixed: Any) -> tuple[str, Args]:
+    """A call of a kind, of either operator."""
+    name = rng.choice(tuple(OPERATORS))
+    shape = {
+        "gate": rng.choice(GATES if name == "kda" else GATES[:2]),
+        "beta": rng.choice(BETAS),
+        "l2norm": rng.random() < 0.5,
+        "wide_beta": rng.random() < 0.3,
+        "key_gate": name == "gdn" and rng.random() < 0.5,
+        "value_gate": name == "gdn" and rng.random() < 0.5,
+        "bias": rng.random() < 0.5,
+        **fixed.pop("shape", {}),
+    }
+    if not kind.endswith("tree") and rng.random() < 0.5:
+        fixed = {"lengths": (2, 0, 1, 3), "padding": 2} | fixed
+    return name, draw_step(rng, name, kind, shape=Shape(**shape), **fixed)
+
+
+def problem_of(name: str, a: Args) -> Problem:
+    operator = RECURRENT[OPERATORS[name].__name__]
+    return pose(operator, operator.bind(**a))
+
+
+def case_of(problem: Problem, device: Any) -> Case:
+    plan = default_plan(problem, device, pipeline="decode")
+    return Case(problem=problem.without_lengths(), device=device, BT=plan.BT, BC=plan.BC)
+
+
+def operands_of(name: str, a: Args, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a call launches the stage with on the CPU target, and its sizes."""
+    seen: list[Any] = []
+
+    class Program:
+        @staticmethod
+        def bind(sizes: dict[str, int], device: torch.device) -> Any:
+            seen.append(sizes)
+            return compute
+
+    def compute(tensors: dict[str, Any]) -> Any:
+        seen.append(tensors)
+        raise NotImplementedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent_call, "_bound", {})
+        patch.setattr(recurrent_call, "load_program", lambda *args: (None, Program))
+        with pytest.raises(NotImplementedError):
+            OPERATORS[name](**a)
+    sizes, tensors = seen
+    return tensors, sizes
+
+
+def widen(x: Any) -> Any:
+    return x.to(F64) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@needs_compiler
+@LAYOUTS
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_is_the_judge(kind: str, state_v_first: bool, rng: random.Random, monkeypatch: Any) -> None:
+    """In float64: what tuners and tests of kernels compare with."""
+    for _ in range(4):
+        name, a = draw(rng, kind, v_first=state_v_first, pad=rng.choice((-1, 0)), final=True)
+        problem = problem_of(name, a)
+        x, _ = operands_of(name, a, monkeypatch)
+        numbers = {"scale": a["scale"] or 19**-0.5, "lower_bound": a.get("lower_bound", -5.0)}
+        exact = {key: widen(value) for key, value in x.items()} | numbers
+        made, expected = STAGE.reference(case_of(problem, CPU), Operands(**exact)), truth(a)
+        pairs = {"o": expected.o, "ht": expected.final_state, "pool": expected.pool}
+        pairs["snapshots"] = expected.intermediate_states
+        for key, y in pairs.items():
+            if y is not None:
+                assert relative_error(made[key].flatten(), y.flatten()) < (1e-2 if "tree" in kind else EXACT), key
+
+
+@needs_compiler
+@pytest.mark.rest(draws=1, per="kind")
+@LAYOUTS
+@pytest.mark.parametrize("config", range(2), ids=("default", "another"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_equals_reference(
+    kind: str, config: int, state_v_first: bool, rng: random.Random, monkeypatch: Any
+) -> None:
+    """Its outputs hold NaN before, states NaN around them; only what the twin writes changes."""
+    dims = {"K": rng.choice((19, 32, 60)), "V": rng.choice((13, 40, 64))}
+    name, a = draw(rng, kind, v_first=state_v_first, shape=dims)
+    case = case_of(problem_of(name, a), CPU)
+    others = [c for c in STAGE.candidates(case) if c != STAGE.default(case)]
+    kernel = compile_stage(STAGE, case, rng.choice(others) if config and others else STAGE.default(case))
+    x, sizes = operands_of(name, a, monkeypatch)
+    x = {key: value.clone() if isinstance(value, Tensor) else value for key, value in x.items()}
+    expected = STAGE.reference(case, Operands(**{key: widen(value) for key, value in x.items()}))
+    held = {
+        key: guarded(value, fill=False)
+        for key, value in x.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    outputs = [None if y is None else guarded(y, fill=True) for y in kernel.allocate(sizes, torch.device("cpu"))]
+    before = {key: memory.clone() for key, (_, memory) in held.items()}
+    kernel.launch(
+        x | {key: pair[0] for key, pair in held.items()},
+        [None if pair is None else pair[0] for pair in outputs],
+        torch.device("cpu"),
+    )
+    found = {key: pair[0] for key, pair in zip(STAGE.outputs, outputs, strict=True) if pair is not None}
+    for pair in outputs:
+        assert pair is None or (pair[1][:64].isnan().all() and pair[1][-64:].isnan().all())
+    for key, (inside, memory) in held.items():
+        if key in expected:
+            may = expected[key] != widen(x[key])
+            assert torch.equal(inside[~may], x[key][~may]), f"{key} was written where it should not be"
+            found[key] = inside.masked_fill(~may, 0)
+            expected[key] = expected[key].masked_fill(~may, 0)
+        else:
+            assert torch.equal(memory.nan_to_num(), before[key].nan_to_num()), f"{key} was written"
+        assert memory[:64].isnan().all() and memory[-64:].isnan().all()
+    for key, y in found.items():
+        assert relative_error(y, expected[key]) < FP32, key
+        assert not y[expected[key] == 0].any(), "zeros of null sequences and of padding"
+
+
+# Other devices, without them
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_size_has_a_config(gpu: str) -> None:
+    for K in (1, 16, 33, 64, 100, 128, 230, 256):
+        for V in (1, 16, 60, 128, 200, 256, 512):
+            problem = Problem(H=1, HV=1, K=K, V=V, tokens=1, operator="fused_recurrent_kda", direction="step")
+            case = case_of(problem, GPUS[gpu])
+            assert STAGE.default(case).reject(case) is None, (K, V)
+            assert list(STAGE.candidates(case)), (K, V)
+
+
+@pytest.mark.rest(draws=3, per="gpu")
+@LAYOUTS
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_kernels_lower(gpu: str, kind: str, state_v_first: bool, rng: random.Random) -> None:
+    """To CUDA, of drawn sizes, types, options and configs."""
+    types = Types(io=rng.choice(DTYPES), gates=rng.choice(DTYPES), beta=rng.choice(DTYPES), state=rng.choice(DTYPES))
+    dims = {"H": 1, "HV": 2, "K": rng.choice((16, 60, 64, 100, 128, 256)), "V": rng.choice((16, 60, 64, 128, 192))}
+    name, a = draw(rng, kind, v_first=state_v_first, shape=dims, types=types)
+    problem = problem_of(name, a)
+    if rng.random() < 0.3:
+        problem = Problem(**vars(problem) | {"options": (*problem.options, "unaligned")})
+    case = case_of(problem, GPUS[gpu])
+    for config in {STAGE.default(case), rng.choice(list(STAGE.candidates(case)))}:
+        source = generate_source(STAGE, case, config)
+        assert "__global__" in source and "decode_step_kernel(" in source, (problem, config)
