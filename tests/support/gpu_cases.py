@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import gpu_decode_cases
 from support.cases import random_of_run
 from support.chunked import STAGES
 
@@ -338,6 +339,7 @@ def list_kernels() -> list[Job]:
             wanted += jobs_of(problem, plan)
             if direction == "bwd":
                 wanted += jobs_of(forward_of(problem), forward_plan(problem))
+    wanted += gpu_decode_cases.list_kernels(device())
     distinct: dict[Job, Job] = {}
     for name, case, config in wanted:
         distinct.setdefault((name, templates.load(name).specialise(case), config), (name, case, config))

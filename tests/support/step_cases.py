@@ -125,21 +125,22 @@ def pack(a: Args, lengths: Sequence[int], padding: int = 0, dtype: torch.dtype =
     return a | tokens | {"cu_seqlens": ints(*bounds, dtype=dtype).to(a["q"].device)}
 
 
-def fuse(a: Args) -> Args:
-    """Tokens as views of projections, one of each dtype, in which NaN lies between them."""
+def fuse(a: Args, align: int = 1) -> Args:
+    """Tokens as views of projections, one of each dtype, in which NaN lies between them; they begin at multiples."""
     dtypes = dict.fromkeys(a[name].dtype for name in TOKENS if a.get(name) is not None)
     views = {}
     for dtype in dtypes:
         names = [name for name in TOKENS if a.get(name) is not None and a[name].dtype == dtype]
         B, T = a[names[0]].shape[:2]
         sizes = [a[name].shape[2:].numel() for name in names]
-        whole = torch.full((B, T, sum(sizes) + 3 * len(sizes)), torch.nan, dtype=dtype, device=a["q"].device)
+        room = [-(-(size + 3) // align) * align for size in sizes]
+        whole = torch.full((B, T, sum(room)), torch.nan, dtype=dtype, device=a["q"].device)
         first = 0
-        for name, size in zip(names, sizes, strict=True):
+        for name, size, step in zip(names, sizes, room, strict=True):
             view = whole[:, :, first : first + size]
             view.copy_(a[name].flatten(2))
             views[name] = view.unflatten(2, a[name].shape[2:])
-            first += size + 3
+            first += step
     return a | views
 
 
@@ -175,6 +176,9 @@ def draw_step(
     accepted: Sequence[int] | None = None,
     placed: bool | None = None,
     fused: bool = True,
+    align: int = 1,
+    gap: int = 7,
+    width: int | None = None,
     final: bool | None = None,
 ) -> Args:
     """Arguments of a call of some kind; lengths make it one of packed sequences, otherwise each of N has T tokens.
@@ -190,20 +194,20 @@ def draw_step(
         a = pack(a, lengths, padding, types.index)
     a |= {"state_v_first": v_first, "output_final_state": rng.random() < 0.5 if final is None else final}
     if fused:
-        a = fuse(a)
+        a = fuse(a, align)
 
     def put(values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=types.index).to(types.device)
 
     if kind in ("rows", "rows in place"):
-        a["initial_state"] = draw_pool(rng, a, N, range(N), types, v_first=v_first)
+        a["initial_state"] = draw_pool(rng, a, N, range(N), types, v_first=v_first, gap=gap)
         a["inplace_final_state"] = kind == "rows in place"
         a["output_final_state"] |= kind == "rows"
     elif not kind.startswith("fresh"):
-        a |= draw_slots(rng, a, kind, N, longest, types, put, v_first, pad, null, accepted)
+        a |= draw_slots(rng, a, kind, N, longest, types, put, v_first, pad, null, accepted, gap, width)
     if kind in ("verify", "keep", "tree", "fresh tree"):
         placed = rng.random() < 0.5 if placed is None else placed
-        rows, steps = N + 2, longest + rng.randint(0, 1)
+        rows, steps = N + 2, width or longest + rng.randint(0, 1)
         a["intermediate_states"] = draw_pool(rng, a, rows * max(steps, 1), (), types, v_first=v_first, gap=0).unflatten(
             0, (rows, max(steps, 1))
         )
@@ -230,9 +234,11 @@ def draw_slots(
     pad: int,
     null: Sequence[int] | None,
     accepted: Sequence[int] | None,
+    gap: int,
+    width: int | None,
 ) -> Args:
     """A pool, and who reads and writes which slot of it."""
-    W = max(longest, 1) + rng.randint(0, 1) if "columns" in kind else 1
+    W = (width or max(longest, 1) + rng.randint(0, 1)) if "columns" in kind else 1
     slots = 2 * N * W + 2
     order = torch.tensor(rng.sample(range(pad + 1, slots), 2 * N * W)).view(2, N, W)
     source, target = order[0].clone(), order[1].clone()
@@ -248,7 +254,7 @@ def draw_slots(
             (target if "split" in kind else source)[n, other] = pad
     read = [int(source[n, column[n]]) for n in range(N) if n not in null]
     found: Args = {
-        "initial_state": draw_pool(rng, a, slots, read, types, v_first=v_first),
+        "initial_state": draw_pool(rng, a, slots, read, types, v_first=v_first, gap=gap),
         "ssm_state_indices": put(source) if W > 1 or "columns" in kind else put(source[:, 0]),
         "pad_slot_id": pad,
         "inplace_final_state": kind in ("pool", "columns", "keep") or (kind == "split pool" and rng.random() < 0.5),
@@ -314,7 +320,7 @@ def assert_right(name: str, a: Args, tolerance: float | None = None) -> tuple[Te
 
     A tree reads states back that were rounded to the buffer's type, some of them to the other neighbour.
     """
-    expected = truth(a)
+    expected = DecodeResult(*(None if x is None else x.to(a["q"].device) for x in truth(move(a, "cpu"))))
     rounded = TOLERANCE[a["intermediate_states"].dtype] if "retrieve_parent_token" in a else 0.0
     given = {key: x for key, x in a.items() if isinstance(x, Tensor)}
     before = {key: memory_of(x).clone() for key, x in given.items()}
