@@ -307,8 +307,8 @@ def list_kernels() -> list[Job]:
         problem, plan = backward_plan(name)
         wanted += jobs_of(problem, plan)
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BACKWARD[name][0])))
-        # the forward that keeps residuals makes them as the backward would
-        wanted += jobs_of(backward_of(problem), next(iter_defaults(forward_of(problem), device(), BT=BACKWARD[name][0])))
+        before = next(iter_defaults(forward_of(problem), device(), BT=BACKWARD[name][0]))
+        wanted += jobs_of(backward_of(problem), before)  # what keeps residuals makes them as the backward would
     for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
         wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
