@@ -33,8 +33,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "beta": BETAS,
     "rank": RANKS,
     "operator": ("chunk_kda", "chunk_gated_delta_rule"),
-    "direction": ("fwd", "bwd"),
-    **dict.fromkeys(("dtype", "g_dtype", "beta_dtype"), DTYPES),
+    "direction": ("fwd", "bwd", "step"),
+    "options": ((), ("has_g", "pooled")),
+    **dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "state_dtype"), DTYPES),
 }
 
 
