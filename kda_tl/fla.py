@@ -3,7 +3,8 @@
     import kda_tl
     kda_tl.fla.register()
 
-Source: FLA v0.6.0 ``fla/backends.py`` (the registry), ``fla/ops/*/chunk.py`` (the arguments).
+Source: FLA v0.6.0 ``fla/backends.py`` (the registry), ``fla/ops/*/chunk.py`` and ``fla/ops/kda/fused_recurrent.py``
+(the arguments).
 """
 
 import importlib
@@ -13,17 +14,23 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kda_tl.core.toolchain import explain_missing
 from kda_tl.errors import KdaTlError, KdaTlWarning, UnsupportedError
 from kda_tl.ops import load_all
 from kda_tl.ops.call import pose
 from kda_tl.ops.entry import needs_gradients, settle
-from kda_tl.ops.operator import Operator
+from kda_tl.ops.operator import Args, Operator
+from kda_tl.ops.recurrent import RecurrentOperator
+from kda_tl.ops.recurrent_call import bind_step
+from kda_tl.ops.recurrent_entry import RECURRENT
 from kda_tl.runtime.dispatch import select_cached
 
 BACKEND = "kda_tl"
 SWITCH = "KDA_TL_FLA"
 PRIORITY = 1  # lower is asked first: whoever registers us wants us before FlashKDA (3)
+AnyOperator = Operator | RecurrentOperator
 
 
 def register() -> None:
@@ -36,6 +43,11 @@ def register() -> None:
     first reason for declining, and the first call that we serve, at level INFO of the logger ``fla.backends``.
     Intermediate states are, as FLA's, of 64 tokens unless chunk_size is given.
 
+    FLA asks about ``fused_recurrent_kda`` inside: it calls ``fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd``,
+    which engines call too, with slots of a pool. That takes all keywords of :func:`kda_tl.fused_recurrent_kda`; calls
+    that need gradients are declined. About ``fused_recurrent_gated_delta_rule`` FLA 0.6.0 asks nobody: call
+    :func:`kda_tl.fused_recurrent_gated_delta_rule`, which has its arguments.
+
     The environment variable ``KDA_TL_FLA=0``, read at every call, turns us off, unless FLA's own
     ``FLA_KDA_TL=1`` overrides it. To register twice is to register once.
 
@@ -44,7 +56,7 @@ def register() -> None:
 
     Source: FLA v0.6.0 ``fla/backends.py``.
     """
-    for operator in load_all().values():
+    for name, operator in list_served().items():
         base, add, entry_point, version = _import_registry(operator)
         service = Service(operator, tuple(inspect.signature(entry_point).parameters))
         if not service.knows_arguments():
@@ -52,7 +64,7 @@ def register() -> None:
                 f"FLA {version} takes other arguments than FLA 0.6.0, which kda_tl was written for: install"
                 f" flash-linear-attention 0.6.0, or call kda_tl.{operator.name}."
             )
-        name = operator.name  # FLA finds both by the name of its function
+        # FLA finds both by the name of its function
         functions = {name: staticmethod(service.run), f"{name}_verifier": staticmethod(service.verify)}
         backend = type("KdaTlBackend", (base,), {"backend_type": BACKEND, "priority": PRIORITY, **functions})
         try:
@@ -64,7 +76,13 @@ def register() -> None:
         warnings.warn(f"{message} before fla is imported.", KdaTlWarning, stacklevel=2)
 
 
-def _import_registry(operator: Operator) -> tuple[Any, Any, Any, str]:
+def list_served() -> dict[str, AnyOperator]:
+    """The operators that FLA asks about, by the names of its functions."""
+    operators: list[AnyOperator] = [*load_all().values(), *RECURRENT.values()]
+    return {operator.fla.name or operator.name: operator for operator in operators if operator.fla.module}
+
+
+def _import_registry(operator: AnyOperator) -> tuple[Any, Any, Any, str]:
     """FLA's base class of backends, its function that registers one, its function of that name, and its version."""
     version = "of this version"
     try:
@@ -74,7 +92,7 @@ def _import_registry(operator: Operator) -> tuple[Any, Any, Any, str]:
         from fla.backends import BaseBackend
         from fla.backends import register as add
 
-        entry_point = getattr(importlib.import_module(operator.fla.module), operator.name)
+        entry_point = getattr(importlib.import_module(operator.fla.module), operator.fla.name or operator.name)
     except ImportError as error:
         if error.name == "fla":
             raise UnsupportedError(
@@ -98,15 +116,19 @@ def _no_registry(version: str, name: str) -> UnsupportedError:
 class Service:
     """An operator under FLA: takes the arguments of FLA's function, positional ones in FLA's ``order`` of names."""
 
-    operator: Operator
+    operator: AnyOperator
     order: tuple[str, ...]
 
     def knows_arguments(self) -> bool:
-        """Whether FLA's arguments are those that we take, or know to decline; further keywords are the rest of ours."""
+        """Whether FLA's arguments are those that we take, or know to decline; further keywords are the rest of ours.
+
+        The order counts only where FLA's function has the operator's name: another one is none that users call.
+        """
         ours = self.operator.signature.parameters
         positional = tuple(name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
         theirs = set(self.order) - {"kwargs"}
-        return self.order[: len(positional)] == positional and theirs - set(ours) == set(self.operator.fla.declined)
+        same = set(positional) <= theirs if self.operator.fla.name else self.order[: len(positional)] == positional
+        return same and theirs - set(ours) == set(self.operator.fla.declined)
 
     def verify(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         """Whether we serve a call of FLA's function, and if not, why. About 25 us; reads nothing back."""
@@ -128,7 +150,7 @@ class Service:
         given = dict(zip(self.order, args, strict=False)) | kwargs
         if len(given) != len(args) + len(kwargs):
             raise UnsupportedError("there are too many positional arguments, or one is given a second time by name.")
-        return given
+        return {**self.operator.fla.defaults, **given}
 
     def _find_reason(self, given: dict[str, Any]) -> str | None:
         """Why we decline a call, or None; what the operator would refuse is raised."""
@@ -139,6 +161,8 @@ class Service:
         for name, reason in operator.fla.declined.items():
             if reason and given.get(name) not in (None, False):
                 return reason
+        if isinstance(operator, RecurrentOperator):
+            return _find_recurrent_reason(operator, operator.bind(**ours))
         a = settle(operator, operator.bind(**ours))
         problem, device, chunk_size = pose(operator, a, operator.assume_bounds(a))
         if needs_gradients(operator, a) and problem.intermediate_states:
@@ -149,5 +173,19 @@ class Service:
         return None
 
 
-def _serve(operator: Operator, arguments: dict[str, Any]) -> Any:
+def _find_recurrent_reason(operator: RecurrentOperator, a: Args) -> str | None:
+    """Why we decline a call of a recurrent operator, or None; what it would refuse is raised.
+
+    The plan is found here, and remembered for the call.
+    """
+    bound = bind_step(operator, a)
+    given = [x for name in operator.tensors if (x := getattr(a, name)) is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return f"kda_tl's {operator.name} carries no gradient: call it under torch.no_grad()."
+    if a.q.is_cuda and bound.compute is None:
+        return f"kda_tl has no kernels for this GPU: {bound.choice.reason} (see `kda-tl doctor`)."
+    return None
+
+
+def _serve(operator: AnyOperator, arguments: dict[str, Any]) -> Any:
     return operator.call(**arguments)

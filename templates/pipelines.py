@@ -27,6 +27,7 @@ from kda_tl.templates.sm90 import (
     bwd_resume,
     bwd_scan,
     bwd_segment,
+    decode_rows,
     fwd_gdn_pairs,
     fwd_gdn_prep,
     fwd_gdn_recurrence,
@@ -84,5 +85,6 @@ PIPELINES: dict[str, Pipeline] = {
             for n in _SEGMENTS
         ),
         Pipeline("decode", "step", (decode_step.STAGE,)),
+        Pipeline("decode_rows", "step", (decode_rows.STAGE,)),
     )
 }

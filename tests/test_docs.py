@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ needs_compiler = pytest.mark.skipif(
 
 def read(page: str) -> str:
     return PAGES[page].read_text(encoding="utf-8")
+
+
+def list_python(page: str) -> list[str]:
+    """Its blocks of Python."""
+    return [block for language, block in FENCED.findall(read(page)) if language == "python"]
 
 
 def prose(page: str) -> str:
@@ -117,15 +123,28 @@ def test_commands_of_blocks_can_be_parsed_and_files_exist(page: str) -> None:
 
 
 @needs_compiler
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    code = next(block for language, block in FENCED.findall(read("README.md")) if language == "python")
-    assert len([line for line in code.splitlines() if line]) == 8
-    large, small = re.search(r'= ([\d, ]+, "cuda")  # without a GPU: (.*)', code).groups()  # type: ignore[union-attr]
-    names: dict[str, object] = {}
-    exec(code.replace(large, small), names)
+def test_the_examples_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one, decode, takes names of the first one."""
+    first, decode, _ = list_python("README.md")
+    assert len([line for line in first.splitlines() if line]) == 8
+    large, small = re.search(r'= ([\d, ]+, "cuda")  # without a GPU: (.*)', first).groups()  # type: ignore[union-attr]
+    names: dict[str, Any] = {}
+    exec(first.replace(large, small), names)
     q, o, state = names["q"], names["o"], names["state"]
-    assert all(isinstance(x, torch.Tensor) and x.isfinite().all() for x in (o, state)) and o.shape == q.shape  # type: ignore[attr-defined]
+    assert all(isinstance(x, torch.Tensor) and x.isfinite().all() for x in (o, state)) and o.shape == q.shape
     assert "pipeline staged" in capsys.readouterr().out
+    exec(decode, names)
+    assert names["o"].isfinite().all() and not torch.equal(names["pool"][3], state[0]) and not names["pool"][0].any()
+
+
+@needs_compiler
+def test_the_examples_of_serving_run() -> None:
+    """One after the other: later ones take names of earlier ones."""
+    names: dict[str, Any] = {}
+    for block in list_python("docs/serving.md"):
+        exec(block, names)
+    assert names["o"].isfinite().all()
+    assert torch.equal(names["pool"][names["slots"][:2]], names["states"][:2, 2]) and names["states"][:2].all()
 
 
 @needs_compiler

@@ -64,6 +64,9 @@ def assert_fact(name: str, output: str) -> None:
         assert "exact bucket in the overlay database" in output and "export: valid." in output
     elif name == "add_stage":
         assert output.count("relative error") == 3 and 'extern "C" __global__ void' in output
+    elif name == "serve":
+        slots = [line.split()[3] for line in output.splitlines()[1:]]
+        assert len(slots) > len(set(slots)) > 1, output  # requests take slots that others left
     assert output
 
 

@@ -95,7 +95,7 @@ def test_is_asked_before_the_others(stub: StubRegistry, served: list[Any], seed:
 
 def test_real_signatures_are_known(entry: Callable[..., Any]) -> None:
     for name, order in ORDERS.items():
-        function = getattr(sys.modules[load_all()[name].fla.module], name)
+        function = getattr(sys.modules[fla.list_served()[name].fla.module], name)
         assert tuple(inspect.signature(function).parameters) == (*order, "kwargs")
 
 

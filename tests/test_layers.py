@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Folders and modules of kda_tl, lowest first; those of one floor do not import each other
-ROOMS = "errors | core tuning_db | reference | reference_decode | database templates | bundle | runtime | ops | fla | kda_tl"
-ROOMS += " | aot bench | tune | cli"
+ROOMS = "errors | core tuning_db | reference | reference_decode | database templates | bundle | runtime"
+ROOMS += " | ops | fla | kda_tl | aot bench | tune | cli"
 TEMPLATES = "common | portable | sm90 | templates pipelines"
 # may import tilelang, inside a function
 COMPILES = {f"kda_tl.runtime.{name}" for name in ("compile", "lower", "binary", "nvcc")} | {"kda_tl.core.toolchain"}

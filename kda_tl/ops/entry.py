@@ -11,10 +11,11 @@ import torch
 from kda_tl.core.dtypes import NAME_OF_DTYPE
 from kda_tl.core.plain import is_plain, needs_operator
 from kda_tl.errors import InputError
-from kda_tl.ops import custom_op, load_all
+from kda_tl.ops import custom_op, find_operator, load_recurrent
 from kda_tl.ops.autograd import run_differentiable
 from kda_tl.ops.call import bind_call, pose, run_forward, run_reference
 from kda_tl.ops.operator import OPERATORS, Args, Operator
+from kda_tl.ops.recurrent_call import explain_step
 from kda_tl.runtime.dispatch import PlanSelection, select_cached
 
 Tensor = torch.Tensor
@@ -194,8 +195,10 @@ def explain(*args: Any, operator: str = "chunk_kda", **kwargs: Any) -> PlanSelec
         kwargs: arguments of the operator by name.
 
     Raises:
-        InputError: as the operator.
+        InputError: as the operator; or there is no operator of that name.
     """
-    declared = load_all()[operator]
+    if recurrent := load_recurrent().get(operator):
+        return explain_step(recurrent, recurrent.bind(*args, **kwargs))
+    declared = find_operator(operator)
     a = settle(declared, declared.bind(*args, **kwargs))
     return select_cached(*pose(declared, a, declared.find_bounds(a)))

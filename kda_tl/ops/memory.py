@@ -10,7 +10,7 @@ from kda_tl.core.layout import dense_bounds, make_layout
 from kda_tl.core.problem import DIRECTIONS, Problem
 from kda_tl.core.stage import Plan
 from kda_tl.errors import InputError, UnsupportedError
-from kda_tl.ops import load_all
+from kda_tl.ops import find_operator
 from kda_tl.ops.call import backward_problem, choose_backward_of, pose
 from kda_tl.ops.entry import needs_gradients, settle
 from kda_tl.ops.operator import Bounds
@@ -42,7 +42,7 @@ def pose_call(args: tuple[Any, ...], kwargs: dict[str, Any], operator: str, devi
         bounds = dense_bounds(problem.sequences, problem.tokens // max(1, problem.sequences))
         chunk_size = DEFAULT_BT if problem.intermediate_states else None
         return PosedCall(replace(problem, direction="fwd"), where, bounds, chunk_size)
-    declared = load_all()[operator]
+    declared = find_operator(operator)
     a = settle(declared, declared.bind(*args, **kwargs))
     bounds = declared.find_bounds(a)
     problem, where, chunk_size = pose(declared, a, bounds)

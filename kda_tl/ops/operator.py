@@ -44,11 +44,14 @@ class Lacking:
 class FlaEntry:
     """The function of flash-linear-attention that an operator stands in for."""
 
-    module: str  # where it is; it has the operator's name
+    module: str  # where it is; empty if FLA asks no backend about such a function
+    name: str = ""  # what it is called there; empty for the operator's name
     registry: str = ""  # name of the registry of backends that it shares with other functions; empty if it has its own
     # Arguments of FLA's that we do not have, and why a call that passes one is declined; empty for one that means
     # nothing alone
     declined: Mapping[str, str] = field(default_factory=dict)
+    # Arguments whose defaults there are not ours, and what they are
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

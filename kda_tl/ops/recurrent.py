@@ -20,7 +20,7 @@ from kda_tl.core.dtypes import NAME_OF_DTYPE
 from kda_tl.core.plain import check_kind
 from kda_tl.core.problem import LOWER_BOUND_RANGE, Problem
 from kda_tl.errors import InputError
-from kda_tl.ops.operator import Args
+from kda_tl.ops.operator import Args, FlaEntry
 
 Tensor = torch.Tensor
 MAX_FP32 = torch.finfo(torch.float32).max
@@ -45,10 +45,11 @@ class Lacking:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecurrentOperator:
-    """One recurrent operator: its signature, and whether a value head has one gate for all its key channels."""
+    """One recurrent operator."""
 
-    function: Callable[..., Any]
-    scalar_gate: bool
+    function: Callable[..., Any]  # its signature is the list of arguments
+    scalar_gate: bool  # a value head has one gate for all its key channels
+    fla: FlaEntry
     call: Callable[..., Any] = field(init=False)
 
     @functools.cached_property
@@ -125,7 +126,7 @@ def pose(operator: RecurrentOperator, a: Args) -> Problem:
         V=V,
         tokens=B * T,
         sequences=count_sequences(a),
-        longest=T,
+        longest=T if a.cu_seqlens is None else -(-T // max(1, count_sequences(a))),  # lengths are on the device
         dtype=NAME_OF_DTYPE[a.q.dtype],
         g_dtype=NAME_OF_DTYPE[gates[0].dtype] if gates else "",
         beta_dtype="" if a.beta is None else NAME_OF_DTYPE[a.beta.dtype],

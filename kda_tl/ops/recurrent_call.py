@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kda_tl.core.device import cpu_device, cuda_device
+from kda_tl.core.device import Device, cpu_device, cuda_device
 from kda_tl.core.plain import check_memory
 from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError, KdaTlWarning
@@ -18,7 +18,7 @@ from kda_tl.ops.operator import Args
 from kda_tl.ops.recurrent import RecurrentOperator, count_sequences, pose, state_shape, writes_pool
 from kda_tl.ops.recurrent_check import check_values
 from kda_tl.reference_decode import decode_reference
-from kda_tl.runtime.dispatch import PlanSelection, context, load_program
+from kda_tl.runtime.dispatch import PlanSelection, context, load_program, select_cached
 from kda_tl.runtime.program import Compute
 
 Tensor = torch.Tensor
@@ -129,7 +129,17 @@ def _describe(x: Tensor | None) -> Any:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, x.is_neg()
 
 
-def _bind_new(operator: RecurrentOperator, a: Args) -> BoundStep:
+class PosedStep(NamedTuple):
+    """What a call asks for, and what of it kernels cannot read where it lies."""
+
+    problem: Problem
+    device: Device
+    given: tuple[tuple[str, str], ...]
+    copied: tuple[str, ...]
+
+
+def pose_step(operator: RecurrentOperator, a: Args) -> PosedStep:
+    """The problem of a call and its device. Raises InputError for what cannot be used."""
     problem = pose(operator, a)
     _check_memory(operator, a)
     on_gpu = a.q.is_cuda
@@ -138,6 +148,25 @@ def _bind_new(operator: RecurrentOperator, a: Args) -> BoundStep:
     copied = tuple(name for name, argument in given if _must_copy(name, getattr(a, argument)))
     if on_gpu and any(_is_unaligned(name, getattr(a, argument)) for name, argument in given if name not in copied):
         problem = replace(problem, options=(*problem.options, "unaligned"))
+    return PosedStep(problem, device, given, copied)
+
+
+def explain_step(operator: RecurrentOperator, a: Args) -> PlanSelection:
+    """Which plan a call runs, where it comes from and why; and what costs it time."""
+    problem, device, given, copied = pose_step(operator, a)
+    choice = select_cached(problem, device)
+    slow = [
+        f"{dict(given)[name]} is copied at every call: its strides or its address do not suit kernels."
+        for name in copied
+    ]
+    if "unaligned" in problem.options:
+        slow.append("States do not lie on boundaries of 16 bytes, slot by slot: a slower kernel reads them.")
+    return replace(choice, passed_over=(*choice.passed_over, *slow))
+
+
+def _bind_new(operator: RecurrentOperator, a: Args) -> BoundStep:
+    problem, device, given, copied = pose_step(operator, a)
+    on_gpu = device.kind == "cuda"
     choice, program = load_program(problem, device, None)
     sizes = _find_sizes(problem, {name: getattr(a, argument) for name, argument in given}, copied if on_gpu else None)
     compute = None if program is None else program.bind(sizes, a.q.device)

@@ -14,7 +14,7 @@ import torch
 
 from kda_tl.core.plain import is_plain, needs_operator
 from kda_tl.errors import UnsupportedError
-from kda_tl.ops.operator import Args
+from kda_tl.ops.operator import Args, FlaEntry
 from kda_tl.ops.recurrent import RecurrentOperator, pose
 from kda_tl.ops.recurrent_call import new_results, run_step
 
@@ -38,14 +38,14 @@ def {name}{signature}:
 """
 
 
-def publish_recurrent(*, scalar_gate: bool) -> Callable[[FunctionT], FunctionT]:
+def publish_recurrent(*, scalar_gate: bool, fla: FlaEntry) -> Callable[[FunctionT], FunctionT]:
     """A decorator: makes a recurrent operator of a signature and a docstring, and of these the function that calls it.
 
-    With ``scalar_gate`` a value head has one gate for all its key channels.
+    With ``scalar_gate`` a value head has one gate for all its key channels. ``fla`` is what FLA has of the kind.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
-        operator = RECURRENT[function.__name__] = RecurrentOperator(function=function, scalar_gate=scalar_gate)
+        operator = RECURRENT[function.__name__] = RecurrentOperator(function=function, scalar_gate=scalar_gate, fla=fla)
         namespace: dict[str, Any] = {
             "_is_compiling": torch.compiler.is_compiling,
             "_run_custom_op": _register(operator),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from kda_tl.ops.operator import FlaEntry
 from kda_tl.ops.recurrent_entry import publish_recurrent
 
 Tensor = torch.Tensor
 
 
-@publish_recurrent(scalar_gate=True)
+@publish_recurrent(scalar_gate=True, fla=FlaEntry(module=""))  # FLA 0.6.0 asks no backend about its own
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -89,7 +90,7 @@ def fused_recurrent_gated_delta_rule(
         ``initial_state`` itself with ``inplace_final_state``, or None.
 
     Nothing of index tensors or ``cu_seqlens`` is read by the host, so a captured call follows what they hold. An index
-    beyond the pool reads zeros and writes nothing; with ``KDA_TL_CHECK=1`` it raises, and calls wait for the device.
+    beyond the pool is no slot either; with ``KDA_TL_CHECK=1`` it raises, and calls wait for the device.
     Two sequences of a call may not write to one slot, nor one to a slot that another reads.
 
     Raises:

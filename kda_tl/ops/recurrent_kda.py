@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from kda_tl.ops.operator import FlaEntry
 from kda_tl.ops.recurrent_entry import publish_recurrent
 
 Tensor = torch.Tensor
 
+# FLA's fused_recurrent_kda calls it with keywords, and engines call it themselves
+_FLA = FlaEntry(
+    module="fla.ops.kda.fused_recurrent",
+    name="fused_recurrent_kda_fwd",
+    registry="kda",
+    defaults={"inplace_final_state": True},
+)
 
-@publish_recurrent(scalar_gate=False)
+
+@publish_recurrent(scalar_gate=False, fla=_FLA)
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -86,7 +95,7 @@ def fused_recurrent_kda(
         ``initial_state`` itself with ``inplace_final_state``, or None.
 
     Nothing of index tensors or ``cu_seqlens`` is read by the host, so a captured call follows what they hold. An index
-    beyond the pool reads zeros and writes nothing; with ``KDA_TL_CHECK=1`` it raises, and calls wait for the device.
+    beyond the pool is no slot either; with ``KDA_TL_CHECK=1`` it raises, and calls wait for the device.
     Two sequences of a call may not write to one slot, nor one to a slot that another reads.
 
     Raises:

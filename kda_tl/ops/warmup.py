@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from kda_tl.core.device import Device
+from kda_tl.ops import load_recurrent
 from kda_tl.ops.call import backward_problem, choose_backward_of
 from kda_tl.ops.memory import pose_call
+from kda_tl.ops.recurrent_call import bind_step
 from kda_tl.runtime.compile import compile_stages
 from kda_tl.runtime.dispatch import select_cached
 from kda_tl.runtime.program import list_jobs
@@ -35,6 +37,9 @@ def warmup(
     if args and callable(args[0]):
         function: Callable[[], Any] = args[0]
         function()
+        return
+    if recurrent := load_recurrent().get(operator):
+        bind_step(recurrent, recurrent.bind(*args, **kwargs))
         return
     call = pose_call(args, kwargs, operator, device)
     chosen = select_cached(call.problem, call.device, call.chunk_size).plan

@@ -28,7 +28,7 @@ from kda_tl.runtime.program import Program
 DEFAULT_PIPELINES = {
     "fwd": ("prep_recurrence", "gdn_pairs", "gdn_recurrence", "staged"),
     "bwd": ("prep_scan", "gdn_scan", "staged_backward"),
-    "step": ("decode",),
+    "step": ("decode_rows", "decode"),
 }
 DEFAULT_BT = 64
 DEFAULT_BC = 16

@@ -86,12 +86,12 @@ def find_target(problem, i_n, i_t, slots, targets, pad_slot_id):
     slot = T.alloc_var("int32")
     slot = i_n
     if "separate" in problem.options:
-        slot = targets[i_n, i_t, 0]
+        slot = T.if_then_else(i_t < targets.shape[1], targets[i_n, i_t, 0], -1)
     elif "pooled" in problem.options:
-        slot = slots[i_n, i_t, 0]
+        slot = T.if_then_else(i_t < slots.shape[1], slots[i_n, i_t, 0], -1)
     if "separate" in problem.options or "pooled" in problem.options:
         if slot <= T.cast(pad_slot_id, "int32"):
-            slot = -1
+            slot = -1  # as of a token for which there is no column
     return slot
 
 

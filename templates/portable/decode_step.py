@@ -96,7 +96,8 @@ def build(case: Case, config: DecodeStepConfig) -> Any:
             start, count = find_tokens(p, i_n, bounds, steps)
             slot, null = find_source(p, i_n, slots, accepted, pad_slot_id, slots_width)
             row = find_snapshot_row(p, i_n, snapshot_rows)
-            absent = null | (row < 0) if has("tree") else null
+            absent = null | (slot >= pool.shape[0]) if p.initial_state else null
+            absent = absent | (row < 0) | (row >= snapshots.shape[0]) if has("tree") else absent
             state, products = tile.fragments(2, (BV, KP))
             q_row, k_row, decay = tile.shareds(3, (KP,), "float32")
             squares, square, rate = tile.fragment((1, KP)), tile.fragment((1,)), tile.fragment((1,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -91,6 +92,38 @@ def assert_layer_runs_on_us(layer: torch.nn.Module, served: list[Any], monkeypat
         monkeypatch.setenv("KDA_TL_FLA", "0")
         own, *_ = layer(x)
     assert len(served) == 1 and relative_error(ours, own.double()) < PEERS_AGREE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_v_first", (False, True), ids=("kv", "vk"))
+def test_fla_decodes_on_us(
+    real: Callable[..., Any], state_v_first: bool, served: list[Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines call it: packed sequences of a token each, on slots of a pool."""
+    torch.manual_seed(seed)
+    N, H, D = 5, 4, 128
+    q, k, v, g = torch.randn(4, 1, N, H, D, device="cuda", dtype=torch.bfloat16)
+    arguments = {
+        "beta": torch.randn(1, N, H, device="cuda", dtype=torch.bfloat16),
+        "A_log": torch.rand(H, device="cuda"),
+        "dt_bias": torch.randn(H * D, device="cuda"),
+        "cu_seqlens": torch.arange(N + 1, device="cuda", dtype=torch.int32),
+        "ssm_state_indices": torch.randperm(3 * N, device="cuda")[:N].int(),
+        "state_v_first": state_v_first,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+    }
+    pool = torch.randn(3 * N, H, D, D, device="cuda")
+    pools = (pool, pool.clone())
+    decode = sys.modules["fla.ops.kda.fused_recurrent"].fused_recurrent_kda_fwd
+    with torch.no_grad():
+        ours, _ = decode(q, k, v, g, initial_state=pools[0], **arguments)
+        assert len(served) == 1
+        monkeypatch.setenv("KDA_TL_FLA", "0")
+        own, _ = decode(q, k, v, g, initial_state=pools[1], **arguments)
+    assert len(served) == 1 and relative_error(own, ours.double()) < PEERS_AGREE
+    assert relative_error(pools[1], pools[0].double()) < PEERS_AGREE
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Args, str]] = {
     "lower_bound zero": (good(lower_bound=0), "lower_bound must be in"),
     "A_log missing": (without("A_log"), r"use_gate_in_kernel=True needs A_log of shape \[HV\], or a lower_bound"),
     "allow_neg_eigval": (good(allow_neg_eigval=True), "needs use_beta_sigmoid_in_kernel=True: it doubles that sigmoid"),
-    "pad_slot_id": (good(pad_slot_id=0.0), r"pad_slot_id must be a small whole number, -1 or 0 for example, got 0.0"),
+    "pad_slot_id": (good(pad_slot_id=0.5), r"pad_slot_id must be a small whole number, -1 or 0 for example, got 0.5"),
     "pad_slot_id large": (good(pad_slot_id=1 << 30), "pad_slot_id must be a small whole number"),
     "pad_slot_id list": (good(pad_slot_id=[0]), "pad_slot_id must be a small whole number"),
     "k shape": (good(k=zeros(2, 3, 2, 7)), r"k must have the shape \[2, 3, 2, 8\], got \[2, 3, 2, 7\]"),

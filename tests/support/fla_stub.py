@@ -20,7 +20,6 @@ from support.cases import draw_call, operator_arguments
 
 from kda_tl import fla
 from kda_tl.core.problem import Problem
-from kda_tl.ops import load_all
 
 SMALL = replace(cases.SMALL, state_v_first=True)
 
@@ -147,15 +146,49 @@ def stub_chunk_gated_delta_rule(  # the signature of fla/ops/gated_delta_rule/ch
     return "FLA's own"
 
 
+def stub_fused_recurrent_kda_fwd(  # the signature of fla/ops/kda/fused_recurrent.py, FLA 0.6.0
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    initial_state: Any = None,
+    scale: Any = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = True,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    ssm_state_indices: Any = None,
+    num_accepted_tokens: Any = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: Any = None,
+    out: Any = None,
+    **kwargs: Any,
+) -> str:
+    return "FLA's own"
+
+
+def stub_fused_recurrent_kda(**arguments: Any) -> Any:
+    """FLA's function that users call: it hands keywords on, and never works in place."""
+    inner = sys.modules["fla.ops.kda.fused_recurrent"].fused_recurrent_kda_fwd
+    return inner(**{"scale": arguments["k"].shape[-1] ** -0.5} | arguments, inplace_final_state=False)
+
+
 STUBS: dict[str, tuple[Callable[..., Any], str]] = {  # and the registry that FLA shares between functions
     "chunk_kda": (stub_chunk_kda, ""),
     "chunk_gated_delta_rule": (stub_chunk_gated_delta_rule, "gated_delta_rule"),
+    "fused_recurrent_kda_fwd": (stub_fused_recurrent_kda_fwd, "kda"),
 }
 ORDERS = {name: tuple(inspect.signature(function).parameters)[:-1] for name, (function, _) in STUBS.items()}
 
 
-def install_stub(patch: pytest.MonkeyPatch, **changes: Any) -> StubRegistry:
-    """Puts the stubs where FLA's modules are imported from. Returns the registry of ``chunk_kda``."""
+def install_stub(patch: pytest.MonkeyPatch, of: str = "chunk_kda", **changes: Any) -> StubRegistry:
+    """Puts the stubs where FLA's modules are imported from. Returns the registry of one."""
     registries = {name: StubRegistry(shared or function) for name, (function, shared) in STUBS.items()}
 
     def register(target: Any, *, env_var: str | None = None) -> Callable[[type[StubBackend]], None]:
@@ -172,26 +205,28 @@ def install_stub(patch: pytest.MonkeyPatch, **changes: Any) -> StubRegistry:
         ("fla", "__version__"): "0.6.0",
         ("fla.backends", "BaseBackend"): StubBackend,
         ("fla.backends", "register"): register,
+        ("fla.ops.kda.fused_recurrent", "fused_recurrent_kda"): stub_fused_recurrent_kda,
     }
     for name, registry in registries.items():
         dispatched = registry.dispatch(STUBS[name][0], name)
-        held[load_all()[name].fla.module, name] = changes.get(name, dispatched)
+        held[fla.list_served()[name].fla.module, name] = changes.get(name, dispatched)
     for module in {".".join(module.split(".")[:n]) for module, _ in held for n in range(1, 5)}:
         patch.setitem(sys.modules, module, types.ModuleType(module))
     for (module, name), value in held.items():
         setattr(sys.modules[module], name, value)
-    return registries["chunk_kda"]
+    return registries[of]
 
 
 @contextlib.contextmanager
 def registered(name: str = "chunk_kda") -> Iterator[Callable[..., Any]]:
     """FLA's function of that name with our backend inside a ``with`` block; the real registry is left as it was."""
     fla.register()
-    entries = [(each, getattr(sys.modules[each.fla.module], each.name)) for each in load_all().values()]
-    yield next(function for each, function in entries if each.name == name)
+    served = fla.list_served()
+    entries = {of: getattr(sys.modules[each.fla.module], of) for of, each in served.items()}
+    yield entries[name]
     backends = sys.modules["fla.backends"]
     if hasattr(backends, "_function_registries"):  # the stub goes with its test
-        for each, function in entries:
+        for each, function in zip(served.values(), entries.values(), strict=True):
             of_name = backends._operation_registries.get(each.fla.registry)
             registry = of_name or backends._function_registries[inspect.unwrap(function)]
             del registry._backends[fla.BACKEND]
