@@ -150,6 +150,8 @@ FINE: dict[str, Args] = {
     "one slot read by both": good(**SPLIT | {"ssm_state_indices": ints(3, 3)}),
     "none accepted": good(ssm_state_indices=WIDE, num_accepted_tokens=ints(0, 3)),
     "columns of padding": good(ssm_state_indices=ints([4, -1, -1], [1, -1, 5])),
+    "columns of tokens that there are not": packed(ints(0, 1, 2), ssm_state_indices=ints([4, 3, 3], [1, 3, 3])),
+    "stale columns of padding": good(ssm_state_indices=ints([-1, 3, 2], [1, 3, 2])),
     "one slot at all tokens": good(ssm_state_indices=ints([4, 4, 4], [1, 1, 1])),
     "columns that are not read": good(
         ssm_state_indices=ints([4, 3, 2], [1, 0, 5]),

@@ -62,6 +62,7 @@ def test_null_sequences(null: tuple[int, ...], T: int, kind: str, pad: int, rng:
 
 def test_null_sequences_have_zeros_for_final_states(rng: random.Random) -> None:
     a = draw_step(rng, "kda", "verify", N=4, T=2, null=(0, 2), final=True, placed=True)
+    a["inplace_final_state"] = False
     _, state = assert_right("kda", a)
     assert state is not None and not state[[0, 2]].any() and state[[1, 3]].flatten(1).any(1).all()
 

@@ -257,7 +257,8 @@ def draw_slots(
         "initial_state": draw_pool(rng, a, slots, read, types, v_first=v_first, gap=gap),
         "ssm_state_indices": put(source) if W > 1 or "columns" in kind else put(source[:, 0]),
         "pad_slot_id": pad,
-        "inplace_final_state": kind in ("pool", "columns", "keep") or (kind == "split pool" and rng.random() < 0.5),
+        "inplace_final_state": kind in ("pool", "columns", "keep")
+        or (kind in ("split pool", "verify") and rng.random() < 0.5),
     }
     if "columns" in kind:
         found["num_accepted_tokens"] = put(counts)
