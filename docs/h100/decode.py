@@ -2,7 +2,8 @@
 
 Packed decode of one token a sequence, HV = H heads, K = V = 128, q, k and v in bf16, gate and sigmoid in the kernel,
 l2norm, V-first states in a pool with drawn slots. CUDA graphs, a cold L2, medians of 30 replays, us. The floor moves
-each state in and out, at the bandwidth of a copy that is measured in the same run.
+each state in and out, at the bandwidth of a copy that is measured in the same run. With one sequence the host's time for
+a call is measured too, without a graph.
 
 vLLM's Triton kernels are taken from its wheel (0.33.0), if a package ``vllm`` with them can be imported; FLA's
 ``fused_recurrent_*`` has no pool and writes states elsewhere, so it moves as many bytes.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,17 @@ def time_us(function: Call, flush: torch.Tensor, reps: int = 30) -> float:
         end.record()
     torch.cuda.synchronize()
     return round(1000 * statistics.median(start.elapsed_time(end) for start, end in pairs), 2)
+
+
+def measure_host(function: Call, calls: int = 500) -> float:
+    """The host's time for a call that finds everything ready, us."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return round(1e6 * took / calls, 1)
 
 
 def measure_bandwidth(flush: torch.Tensor) -> float:
@@ -143,6 +156,8 @@ def compare(step: Step, peers: list[str], flush: torch.Tensor, floor: float) -> 
             made = call()
             results[name] = (made[0] if name == "FLA" else step.out).clone().flatten()
             row[name] = time_us(call, flush)
+            if step.B == 1:
+                row[f"host, {name}"] = measure_host(call)
         except Exception as error:  # a peer that does not run here
             row[name] = None
             row[f"{name} says"] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -165,11 +180,13 @@ def main() -> None:
     args = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     bandwidth = measure_bandwidth(flush)
+    tiny = torch.zeros(1, device="cuda")
     found: dict[str, Any] = {
         "about": provenance() | {"gpu": torch.cuda.get_device_name()},
         "copy, bytes a us": round(bandwidth),
+        "smallest kernel": time_us(lambda: tiny.add_(1), flush),
     }
-    print(f"copy: {bandwidth / 1e6:.2f} TB/s")
+    print(f"copy: {bandwidth / 1e6:.2f} TB/s, smallest kernel: {found['smallest kernel']} us")
     for operator in args.operators:
         for state in args.states:
             for B in args.batches:
