@@ -2,8 +2,8 @@
 
 Packed decode of one token a sequence, HV = H heads, K = V = 128, q, k and v in bf16, gate and sigmoid in the kernel,
 l2norm, V-first states in a pool with drawn slots. CUDA graphs, a cold L2, medians of 30 replays, us. The floor moves
-each state in and out, at the bandwidth of a copy that is measured in the same run. With one sequence the host's time for
-a call is measured too, without a graph.
+each state in and out, at the bandwidth of a copy that is measured in the same run. Of one sequence the host's time
+for a call is measured too, without a graph.
 
 vLLM's Triton kernels are taken from its wheel (0.33.0), if a package ``vllm`` with them can be imported; FLA's
 ``fused_recurrent_*`` has no pool and writes states elsewhere, so it moves as many bytes.
