@@ -1,7 +1,7 @@
 """Trains a small language model of FLA's layers with its own kernels and with ours, and plots the loss curves.
 
     FLA_TILELANG=0 python train_curve.py train train_curve.json    # needs a GPU, FLA 0.6 and transformers
-    FLA_TILELANG=0 python train_curve.py train train_gdn.json --operator chunk_gated_delta_rule    # no transformers
+    python train_curve.py train train_gdn.json --operator chunk_gated_delta_rule    # no transformers
     python train_curve.py plot train_curve.json train_curve.png    # needs matplotlib
 
 For ``chunk_kda``, the default, it is FLA's KDA language model; for ``chunk_gated_delta_rule`` layers of Gated DeltaNet
