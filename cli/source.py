@@ -27,7 +27,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     asked = [what for what in ("ptx", "sass", "registers") if getattr(args, what)]
     if len(asked) > 1:
         raise InputError(f"pass one of --{' and --'.join(asked)}.")
+    from kda_tl.templates.pipelines import require_chunked
+
     stage = templates.load(args.stage)
+    require_chunked(stage.name)
     device = find_one_known(args.gpu, terminal)
     problem = _turn(read_one_workload(args, [SHOWN_WORKLOAD[device.kind]]).problem(), stage)
     with open_database(args.db):

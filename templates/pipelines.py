@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kda_tl.core.pipeline import Pipeline
+from kda_tl.core.problem import DIRECTIONS
+from kda_tl.errors import InputError
 from kda_tl.templates.portable import (
     bwd_gate,
     bwd_intra,
@@ -88,3 +90,13 @@ PIPELINES: dict[str, Pipeline] = {
         Pipeline("decode_rows", "step", (decode_rows.STAGE,)),
     )
 }
+
+
+def require_chunked(name: str) -> None:
+    """Raises InputError for a stage, or a pipeline, that only recurrent operators have: no workload describes these."""
+    made = [p for p in PIPELINES.values() if name == p.name or name in {stage.name for stage in p.stages}]
+    if made and all(pipeline.direction not in DIRECTIONS for pipeline in made):
+        raise InputError(
+            f"{name} is of recurrent operators, for which there are no workloads yet: choose one of chunk_kda, or ask"
+            ' kda_tl.explain(..., operator="fused_recurrent_kda").'
+        )

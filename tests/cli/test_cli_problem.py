@@ -17,6 +17,7 @@ from support.cli_cases import CPU, SMALL, Run, make_entry, store
 
 from kda_tl.bench.fixtures import _recurrence, operator_tensors
 from kda_tl.bench.workloads import WORKLOADS, Workload, draw_gradients, select
+from kda_tl.cli import main
 from kda_tl.cli._options import NOT_IN_KEYS, add_arguments
 from kda_tl.cli._problem import change_workload, read_workloads
 from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
@@ -257,3 +258,11 @@ def test_gate_of_an_operator_without_a_safe_one() -> None:
     assert (changed.gate, changed.decay) == ("softplus", "slow")
     with pytest.raises(InputError, match="has no safe gate"):
         change_workload(Workload(name="x", T=20, H=1), given | {"gate": "safe"})
+
+
+@pytest.mark.parametrize("words", ("show --pipeline decode", "source decode_rows", "tune --pipeline decode_rows"))
+def test_what_is_of_recurrent_operators_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert re.search(
+        r"decode(_rows)? is of recurrent operators, for which there are no workloads yet", capsys.readouterr().err
+    )
