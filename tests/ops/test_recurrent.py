@@ -281,7 +281,8 @@ PACKED = {
 def test_packed_decode(case: str, pad: int, rng: random.Random) -> None:
     """From views of a wider projection, of which NaN is the rest; results where they are wanted."""
     name, shape = PACKED[case]
-    a = draw_step(rng, name, "pool", T=1, shape=shape, v_first=True, pad=pad, fused=False, final=False)
+    a = draw_step(rng, name, "pool", T=1, shape=shape, v_first=True, pad=pad, null=(), fused=False, final=False)
+    a["ssm_state_indices"][1] = pad
     B = len(a["q"])
     given = {"initial_state": a["initial_state"].clone(), "out": torch.full(a["v"].shape, torch.nan)}
     mixed = torch.cat([a[key].reshape(B, -1) for key in "qkv"], 1)

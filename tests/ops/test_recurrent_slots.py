@@ -121,6 +121,18 @@ def test_rows_beyond_the_buffer(rng: random.Random) -> None:
     assert torch.equal(o, expected) and changed == [0]
 
 
+@pytest.mark.parametrize("kind", ("columns", "split columns"))
+def test_tokens_beyond_the_columns(kind: str, rng: random.Random) -> None:
+    """Their states go nowhere, above all not to slot 0."""
+    a = draw_step(rng, "kda", kind, lengths=(1, 5, 2), width=3, null=(), final=False)
+    more = {key: x for key, x in a.items() if key in ("ssm_state_indices", "output_state_indices")}
+    room = {key: torch.cat([x, torch.full((3, 2), -1, dtype=x.dtype)], 1) for key, x in more.items()}
+    roomy = fresh(a) | room | {"num_accepted_tokens": a["num_accepted_tokens"].clamp(max=3)}
+    expected, _ = assert_right("kda", roomy)
+    o, _ = kda(**a)
+    assert torch.equal(o, expected) and torch.equal(memory_of(a["initial_state"]), memory_of(roomy["initial_state"]))
+
+
 # Accepted tokens
 
 

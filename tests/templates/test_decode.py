@@ -167,19 +167,36 @@ def test_every_size_has_a_config(gpu: str) -> None:
             assert list(STAGE.candidates(case)), (K, V)
 
 
-@pytest.mark.rest(draws=3, per="gpu")
+@pytest.mark.rest(draws=1, per="target")
 @LAYOUTS
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gpu", GPUS)
-def test_kernels_lower(gpu: str, kind: str, state_v_first: bool, rng: random.Random) -> None:
-    """To CUDA, of drawn sizes, types, options and configs."""
+@pytest.mark.parametrize("target", ("decode_step sm_80", "decode_step sm_90a", "decode_rows sm_90a"))
+def test_kernels_lower(target: str, kind: str, state_v_first: bool, rng: random.Random) -> None:
+    """To CUDA, of drawn sizes, types, options and configs; decode_rows takes V-first states on boundaries."""
+    name, gpu = target.split()
+    stage, narrow = templates.load(name), name == "decode_rows"
     types = Types(io=rng.choice(DTYPES), gates=rng.choice(DTYPES), beta=rng.choice(DTYPES), state=rng.choice(DTYPES))
     dims = {"H": 1, "HV": 2, "K": rng.choice((16, 60, 64, 100, 128, 256)), "V": rng.choice((16, 60, 64, 128, 192))}
-    name, a = draw(rng, kind, v_first=state_v_first, shape=dims, types=types)
-    problem = problem_of(name, a)
-    if rng.random() < 0.3:
+    if narrow:
+        dims["K"] = rng.choice((64, 128, 256))
+    operator, a = draw(rng, kind, v_first=state_v_first or narrow, shape=dims, types=types)
+    problem = problem_of(operator, a)
+    if rng.random() < 0.3 and not narrow:
         problem = Problem(**vars(problem) | {"options": (*problem.options, "unaligned")})
     case = case_of(problem, GPUS[gpu])
-    for config in {STAGE.default(case), rng.choice(list(STAGE.candidates(case)))}:
-        source = generate_source(STAGE, case, config)
-        assert "__global__" in source and "decode_step_kernel(" in source, (problem, config)
+    configs = list(stage.candidates(case))
+    assert configs or narrow
+    if configs:
+        config = rng.choice((stage.default(case), rng.choice(configs)))
+        source = generate_source(stage, case, config)
+        assert "__global__" in source and f"{name}_kernel(" in source, (problem, config)
+
+
+def test_rows_are_taken_of_what_engines_have(rng: random.Random) -> None:
+    """Or the test above would lower nothing."""
+    stage = templates.load("decode_rows")
+    for kind in KINDS:
+        for io, state in (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")):
+            dims, types = {"K": 128, "V": 128, "wide_beta": False}, Types(io=io, gates=io, beta=io, state=state)
+            case = case_of(problem_of(*draw(rng, kind, v_first=True, shape=dims, types=types)), GPUS["sm_90a"])
+            assert stage.default(case).reject(case) is None, (kind, io, state, stage.default(case).reject(case))
