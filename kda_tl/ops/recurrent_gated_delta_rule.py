@@ -72,26 +72,21 @@ def fused_recurrent_gated_delta_rule(
         state_v_first: states are [V, K].
         cu_seqlens: int32 or int64 [N + 1], bounds of packed sequences, which may be empty; B must be 1.
         inplace_final_state: write the states back to where they came from, and return ``initial_state``.
-        ssm_state_indices: [N], the slot of each sequence; or [N, W], then the state after token t goes to slot [n, t].
-        output_state_indices: the same, of slots to write to instead.
-        num_accepted_tokens: [N], how many tokens of the last call hold: the state is read from column
-            ``num_accepted_tokens - 1`` of ``ssm_state_indices`` [N, W], the first or the last one if there is none.
-        pad_slot_id: an index at or below it stands for no slot, -1 or 0 for example. A sequence that reads no slot
-            writes zeros to o and touches no state; what would go to no slot is not written.
-        disable_state_update: write no state back, to verify drafts.
-        intermediate_states: [rows, steps, HV, ...] like the pool: the state after token t goes to [row, t].
-        intermediate_state_indices: [N], the row of each sequence, its number unless given; below 0 nothing is written.
-        retrieve_parent_token: [N, T], the token that each follows, -1 for none: drafts as trees. It reads states from
-            ``intermediate_states``, and needs ``disable_state_update``.
+        ssm_state_indices: [N] or [N, W]; this and what follows mean what they mean in :func:`kda_tl.fused_recurrent_kda`.
+        output_state_indices: [N] or [N, W].
+        num_accepted_tokens: [N].
+        pad_slot_id: a whole number, -1 or 0 for example.
+        disable_state_update: write no state back.
+        intermediate_states: [rows, steps, HV, ...] like the pool.
+        intermediate_state_indices: [N].
+        retrieve_parent_token: [N, T].
         out: [B, T, HV, V], dtype of v, where o goes; new memory unless given.
 
     Returns:
         (o, final_state). o: [B, T, HV, V], dtype of v. final_state: fp32, of the shape of a state a sequence;
         ``initial_state`` itself with ``inplace_final_state``, or None.
 
-    Nothing of index tensors or ``cu_seqlens`` is read by the host, so a captured call follows what they hold. An index
-    beyond the pool is no slot either; with ``KDA_TL_CHECK=1`` it raises, and calls wait for the device.
-    Two sequences of a call may not write to one slot, nor one to a slot that another reads.
+    What :func:`kda_tl.fused_recurrent_kda` says of indices, and of captured calls, holds here too.
 
     Raises:
         InputError: an argument cannot be used; the message says what to pass instead.
