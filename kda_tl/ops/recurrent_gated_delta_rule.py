@@ -72,7 +72,7 @@ def fused_recurrent_gated_delta_rule(
         state_v_first: states are [V, K].
         cu_seqlens: int32 or int64 [N + 1], bounds of packed sequences, which may be empty; B must be 1.
         inplace_final_state: write the states back to where they came from, and return ``initial_state``.
-        ssm_state_indices: [N] or [N, W]; this and what follows mean what they mean in :func:`kda_tl.fused_recurrent_kda`.
+        ssm_state_indices: [N] or [N, W]; this and what follows are those of :func:`kda_tl.fused_recurrent_kda`.
         output_state_indices: [N] or [N, W].
         num_accepted_tokens: [N].
         pad_slot_id: a whole number, -1 or 0 for example.
