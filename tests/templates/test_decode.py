@@ -109,7 +109,7 @@ def test_reference_is_the_judge(kind: str, state_v_first: bool, rng: random.Rand
 
 
 @needs_compiler
-@pytest.mark.rest(draws=1, per="kind")
+@pytest.mark.rest(draws=4)
 @LAYOUTS
 @pytest.mark.parametrize("config", range(2), ids=("default", "another"))
 @pytest.mark.parametrize("kind", KINDS)
