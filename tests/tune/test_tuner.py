@@ -166,6 +166,7 @@ def test_a_plan_that_computes_wrong_numbers_is_refused(tuned: TuneReport, monkey
         check_plan(default_plan(WORKLOAD.problem(), CPU, BT=16), WORKLOAD, CPU)
 
 
+@pytest.mark.rest
 def test_both_passes_are_tuned_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screening, "BT_CHOICES", (16,))
     monkeypatch.setattr(screening, "BC_CHOICES", (16,))
