@@ -75,14 +75,14 @@ def packed_decode(
             f"mixed_qkv has {mixed_qkv.shape[1]} columns, which are not 2 * H * K + HV * V: initial_state has HV={HV},"
             f" K={K} and V={V}."
         )
-    q, k, v = mixed_qkv[:, None].split((keys * K, keys * K, HV * V), dim=-1)
+    q, k, v = mixed_qkv.split_with_sizes((keys * K, keys * K, HV * V), -1)
     channels = a.shape[1] != HV or dt_bias is not None and dt_bias.numel() != HV
     if a.shape[1] != (HV * K if channels else HV):
         raise InputError(f"a must be {[B, HV * K]} or {[B, HV]}, got {list(a.shape)}.")
     heads: dict[str, Any] = {
-        "q": q.unflatten(-1, (keys, K)),
-        "k": k.unflatten(-1, (keys, K)),
-        "v": v.unflatten(-1, (HV, V)),
+        "q": q.view(B, 1, keys, K),  # of methods that are C all the way: a call's host time counts here
+        "k": k.view(B, 1, keys, K),
+        "v": v.view(B, 1, HV, V),
     }
     shared: dict[str, Any] = {
         "beta": b[:, None],

@@ -12,6 +12,7 @@ import inspect
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,9 +74,14 @@ class RecurrentOperator:
         return tuple(name for name in ALL_TENSORS if name in self.arguments)
 
     @functools.cached_property
-    def flags(self) -> tuple[str, ...]:
-        """Names of the others."""
-        return tuple(name for name in self.arguments if name not in ALL_TENSORS)
+    def pick_tensors(self) -> Callable[[Args], tuple[Tensor | None, ...]]:
+        """Those of a call, in the order of their names."""
+        return attrgetter(*self.tensors)
+
+    @functools.cached_property
+    def pick_flags(self) -> Callable[[Args], tuple[Any, ...]]:
+        """The others: with what tensors are like they decide how a call is planned."""
+        return attrgetter(*(name for name in self.arguments if name not in ALL_TENSORS))
 
     @functools.cached_property
     def Arguments(self) -> type[Any]:

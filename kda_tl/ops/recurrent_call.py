@@ -94,10 +94,9 @@ def run_step(operator: RecurrentOperator, a: Args, o: Tensor, ht: Tensor | None)
 
 def bind_step(operator: RecurrentOperator, a: Args) -> BoundStep:
     """Validates and plans a call, or finds the plan of an earlier call with the same signature."""
-    tensors = [getattr(a, name) for name in operator.tensors]
     try:
-        signature = tuple([_describe(x) for x in tensors])
-        key = (operator, signature, *[getattr(a, name) for name in operator.flags], context())
+        signature = tuple([None if x is None else _describe(x) for x in operator.pick_tensors(a)])
+        key = operator, signature, operator.pick_flags(a), context()
         found = _bound.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, not hashable, no memory: let the checks say it
         pose(operator, a)
@@ -122,10 +121,8 @@ def _check_memory(operator: RecurrentOperator, a: Args) -> None:
         check_memory(name, x)
 
 
-def _describe(x: Tensor | None) -> Any:
+def _describe(x: Tensor) -> Any:
     """What decides how a kernel reads a tensor: where it lies counts only as far as vectors of 16 bytes need it."""
-    if x is None:
-        return None
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, x.is_neg()
 
 

@@ -34,7 +34,7 @@ _SOURCE = """
 def {name}{signature}:
     if _is_compiling():
         return _run_custom_op({arguments})
-    return _run_call(_operator, _Arguments({arguments}), _is_plain(({tensors},)))
+    return _run_call(_operator, _Arguments({arguments}), ({tensors},))
 """
 
 
@@ -49,7 +49,6 @@ def publish_recurrent(*, scalar_gate: bool, fla: FlaEntry) -> Callable[[Function
         namespace: dict[str, Any] = {
             "_is_compiling": torch.compiler.is_compiling,
             "_run_custom_op": _register(operator),
-            "_is_plain": is_plain,
             "_run_call": _run_call,
             "_operator": operator,
             "_Arguments": operator.Arguments,
@@ -68,9 +67,9 @@ def publish_recurrent(*, scalar_gate: bool, fla: FlaEntry) -> Callable[[Function
     return decorate
 
 
-def _run_call(operator: RecurrentOperator, a: Args, plain: bool) -> tuple[Tensor, Tensor | None]:
-    """An eager call."""
-    if not plain and needs_operator({name: getattr(a, name) for name in operator.tensors}):
+def _run_call(operator: RecurrentOperator, a: Args, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+    """An eager call; ``tensors`` are those of the arguments."""
+    if not is_plain(tensors) and needs_operator({name: getattr(a, name) for name in operator.tensors}):
         pose(operator, a)
         _refuse_functionalize(operator.name)
         result: tuple[Tensor, Tensor | None] = _customs[operator.name](
@@ -83,7 +82,7 @@ def _run_call(operator: RecurrentOperator, a: Args, plain: bool) -> tuple[Tensor
         pose(operator, a)
         raise
     run_step(operator, a, o, ht)
-    if torch.is_grad_enabled() and (watched := _find_watched(getattr(a, name) for name in operator.tensors)):
+    if torch.is_grad_enabled() and (watched := _find_watched(tensors)):
         o = _Refusing.apply(operator.name, o, *watched)  # type: ignore[no-untyped-call]
     return o, a.initial_state if a.inplace_final_state else ht
 
