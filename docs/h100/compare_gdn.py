@@ -3,7 +3,7 @@
 A part alone: ``--only train``, ``--rows 0 2`` or ``--rows 16/64-2048x4`` (H / HV, tokens x batch).
 
 FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
-cold L2, medians of 20 replays. A training step is the forward and all gradients.
+cold L2, medians of 20 replays. A training step is the forward and all gradients; its forward is timed alone too.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=("FLA", "FlashQLA"), default=[], help="they compile for minutes")
     parser.add_argument("--only", choices=tuple(SHAPES), help="one part instead of both")
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows of each part: indices from 0, or names")
+    parser.add_argument("--pipelines", nargs="+", help="these alone; results are compared with the last one's")
     args = parser.parse_args()
     try:
         chosen = choose(args.only, args.rows)
@@ -136,6 +137,9 @@ def main() -> None:
             def call(operator: Callable[..., Any], x: list[Any] = x, **flags: Any) -> Any:
                 return operator(*x[:5], initial_state=x[5], output_final_state=True, **flags)
 
+            def forward(operator: Callable[..., Any], leaves: list[Any] = leaves) -> Any:
+                return call(operator, leaves)
+
             def step(
                 operator: Callable[..., Any], leaves: list[Any] = leaves, seeds: list[Any] = seeds, **flags: Any
             ) -> Any:
@@ -145,13 +149,20 @@ def main() -> None:
             row: dict[str, Any] = {"H": H, "HV": HV, "tokens": tokens, "batch": batch}
             found = {}
             for name in PIPELINES["fwd" if direction == "fwd" else "bwd"]:
+                if args.pipelines and name not in args.pipelines:
+                    continue
                 plan = plan_of(H, HV, tokens * batch, "fwd" if direction == "fwd" else "bwd", name)
                 with kda_tl.pin(plan):
                     found[name] = [y.double() for y in run(ours)]
                     row[name] = time_us(lambda run=run: run(ours), flush)
                     if name == "gdn_scan":  # what chunks do alone is kept for the backward
                         row["gdn_scan kept"] = time_us(lambda run=run: run(ours, disable_recompute=True), flush)
-            first, *_, staged = found.values()
+            first, staged = list(found.values())[0], list(found.values())[-1]
+            if direction == "train":  # a step less its forward is the backward
+                for name, operator in {"kda_tl": ours, **peers}.items():
+                    row[f"forward, {name}"] = time_us(
+                        lambda operator=operator, forward=forward: forward(operator), flush
+                    )
             row["difference"] = max(relative_error(a, b) for a, b in zip(first, staged, strict=True))
             for name, peer in peers.items():
                 row[name] = time_us(lambda run=run, peer=peer: run(peer), flush)
