@@ -49,7 +49,7 @@ help:
 	@echo 'make types   mypy on an installed copy'
 	@echo 'make verify  shipped plans: those of the CPU target against the reference, two of each GPU of Hopper compiled'
 	@echo 'make unit    pytest without GPU tests; PYTEST_FLAGS="-k gate" to choose'
-	@echo 'make mutants break the code in some 220 places, one at a time, and list what no test notices: half an hour'
+	@echo 'make mutants break the code in some 270 places, one at a time, and list what no test notices: half an hour'
 	@echo 'make wheel   a wheel in dist/ with the kernels of packaged plans and usual calls; goes on where it was stopped'
 	@echo 'make format  let ruff format and fix'
 	@echo 'make clean   remove what these commands made'
