@@ -56,6 +56,17 @@ def test_make_test_draws_from_every_grid(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(drawn) > len(COMMON) + 20, "another seed draws others"
 
 
+def test_draws_per_object_are_refused() -> None:
+    """Its text has an address, so that processes would draw other tests."""
+    item: Any = SimpleNamespace(
+        nodeid="tests/test_a.py::test_grid[x]",
+        callspec=SimpleNamespace(params={"stage": object()}),
+        get_closest_marker=lambda name: pytest.mark.rest(draws=1, per="stage").mark,
+    )
+    with pytest.raises(pytest.UsageError, match="draws per stage need values that are words or numbers"):
+        parts.select([item], "test")
+
+
 def test_a_shard_is_of_the_name_alone() -> None:
     assert [parts.shard_of(item.nodeid, 4) for item in GRIDS[:6]] == [2, 2, 4, 2, 3, 3]
 

@@ -59,7 +59,12 @@ def name_grid(item: pytest.Item) -> str:
     """The test and, where draws are per value of a parameter, that value."""
     marker, name = item.get_closest_marker("rest"), item.nodeid.partition("[")[0]
     assert marker is not None
-    return f"{name}[{item.callspec.params[marker.kwargs['per']]}" if "per" in marker.kwargs else name
+    if "per" not in marker.kwargs:
+        return name
+    value = item.callspec.params[marker.kwargs["per"]]
+    if not isinstance(value, str | int):  # of an object each process would have another text, and draw other tests
+        raise pytest.UsageError(f"{name}: draws per {marker.kwargs['per']} need values that are words or numbers.")
+    return f"{name}[{value}"
 
 
 def draw(name: str, grid: Sequence[pytest.Item], draws: int) -> list[pytest.Item]:

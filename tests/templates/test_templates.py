@@ -174,7 +174,7 @@ def draw_configs(rng: random.Random, stage: Stage, kind: str, case: Case) -> lis
 
 
 @needs_compiler
-@pytest.mark.rest(draws=3, per="stage")
+@pytest.mark.rest(draws=18, per="kind")
 @stages
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu_kernels_equal_references(stage: Stage, kind: str, seed: int) -> None:
