@@ -179,7 +179,7 @@ def iter_hits(
         if entry is not None and numerics in (None, entry.numerics):
             yield Hit(EXACT, db, file, entry, 0.0, key, device)
     for distance, db, file, entry in _nearest(own, key, device, numerics):
-        if distance:
+        if entry.key != key:  # as many states by other heads are no distance apart
             yield Hit(NEAREST, db, file, entry, distance, key, device)
     others = [
         (db, file)
@@ -194,14 +194,20 @@ def iter_hits(
 
 
 def measure_distance(a: Key, b: Key) -> float | None:
-    """Doublings between two keys, summed over heads, tokens and longest; None if one axis is over the cap."""
+    """Doublings between two keys, summed over their extents; None if one of these is over the cap.
+
+    Extents are heads, tokens and longest; of steps, whose states all run side by side, sequences times heads and the
+    tokens of one.
+    """
+    if a.semantic != b.semantic:
+        return None
     larger = smaller = 1  # products of integers, so that equal distances are equal to the last bit
-    for x, y in zip(a.buckets, b.buckets, strict=True):
+    for x, y in zip(a.extents, b.extents, strict=True):
         low, high = (x, y) if x < y else (y, x)
         if high > MAX_RATIO * low:
             return None
         larger, smaller = larger * high, smaller * low
-    return math.log2(larger / smaller) if a.semantic == b.semantic else None
+    return math.log2(larger / smaller)
 
 
 def _nearest(

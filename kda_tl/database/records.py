@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, get_type_hints
 
-from kda_tl.core.problem import Problem
+from kda_tl.core.problem import OPTIONS, Problem
 from kda_tl.errors import DatabaseError
 
 MIN_TOKENS_BUCKET = 16  # below one chunk every length runs the same launches
+# Options of a recurrent call that decide what it moves, or which kernels can run it. With others, as where indices come
+# from, the same plan is the fastest
+KEY_OPTIONS = ("key_gate", "value_gate", "wide_beta", "updates", "each_token", "snapshots", "tree", "unaligned")
+_USUAL_OPTIONS = ("has_g", "has_beta", "pooled")  # what most recurrent calls have besides
 
 
 def round_heads(heads: int) -> int:
@@ -22,10 +26,10 @@ def round_heads(heads: int) -> int:
     return 3 * low // 2 if heads * heads < 3 * low * low else 2 * low
 
 
-def round_tokens(tokens: int) -> int:
-    """Nearest power of two in log2, at least 16."""
-    if tokens <= MIN_TOKENS_BUCKET:
-        return MIN_TOKENS_BUCKET
+def round_tokens(tokens: int, least: int = MIN_TOKENS_BUCKET) -> int:
+    """Nearest power of two in log2, at least ``least``, which is one."""
+    if tokens <= least:
+        return least
     low = 1 << (tokens.bit_length() - 1)
     return low if tokens * tokens < 2 * low * low else 2 * low
 
@@ -47,13 +51,19 @@ class Key(NamedTuple):
     heads_bucket: int  # :func:`round_heads` of the value heads
     tokens_bucket: int  # :func:`round_tokens` of all tokens
     longest_bucket: int  # :func:`round_tokens` of the longest sequence
-    scalar_gate: bool = False  # this and rank are of the problem too; records hold them where they are not the default
+    scalar_gate: bool = False  # from here on all are of the problem, too; records hold what is not the default
     rank: int = 1
+    recurrent: bool = False  # its pass is a step: tokens are then told from one on, and the rest is not left out
+    state_dtype: str = "fp32"
+    state_v_first: bool = False
+    options: tuple[str, ...] = ()  # those of :data:`KEY_OPTIONS`
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
         """The key of a problem; fields of the problem that do not move the optimum are left out."""
-        return cls(
+        recurrent = problem.direction == "step"
+        least = 1 if recurrent else MIN_TOKENS_BUCKET
+        key = cls(
             problem.K,
             problem.V,
             problem.dtype,
@@ -61,28 +71,45 @@ class Key(NamedTuple):
             problem.HV // problem.H,
             problem.varlen,
             round_heads(problem.HV),
-            round_tokens(problem.tokens),
-            round_tokens(problem.longest),
+            round_tokens(problem.tokens, least),
+            round_tokens(problem.longest, least),
             problem.scalar_gate,
             problem.rank,
         )
+        if not recurrent:
+            return key
+        options = tuple(name for name in problem.options if name in KEY_OPTIONS)
+        return cls(*key[:11], True, problem.state_dtype, problem.state_v_first, options)
 
     @classmethod
     def from_dict(cls, values: Any, where: str = "key") -> Key:
         """Reads a stored key. Raises DatabaseError, as :func:`decode` or for a bucket that is not one."""
         key: Key = decode(cls, values, where)
-        for name, rounded in (("heads", round_heads), ("tokens", round_tokens), ("longest", round_tokens)):
+        if not key.recurrent and key[12:] != (default := tuple(cls._field_defaults.values())[3:]):
+            names = ", ".join(cls._fields[12:])
+            raise DatabaseError(f"{where} has {names} other than {default}, which only keys with recurrent=true have")
+        for name, rounded in (("heads", round_heads), ("tokens", key.round), ("longest", key.round)):
             bucket = getattr(key, f"{name}_bucket")
             if bucket != (nearest := rounded(bucket)):
                 raise DatabaseError(
                     f"{where}.{name}_bucket is {bucket}, which is not a bucket: the nearest is {nearest}"
                 )
+        if key.options != (known := tuple(name for name in OPTIONS if name in KEY_OPTIONS and name in key.options)):
+            raise DatabaseError(f"{where}.options must be of {', '.join(KEY_OPTIONS)} in this order, as {list(known)}")
         return key
+
+    def round(self, tokens: int) -> int:
+        """The bucket of some tokens in keys of this kind."""
+        return round_tokens(tokens, 1 if self.recurrent else MIN_TOKENS_BUCKET)
 
     def problem(self, operator: str, direction: str) -> Problem:
         """The problem that stands for the key: the heads and tokens of its buckets, and what calls usually have."""
         shared: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Problem) if f.name in self._fields}
         heads, computed = max(1, self.heads_bucket // max(1, self.group)), self.gate != "log"
+        if self.recurrent:
+            ragged = ("ragged",) if self.varlen else ()
+            shared["options"] = (*self.options, *_USUAL_OPTIONS, *ragged)
+            shared |= {"sequences": max(1, self.tokens_bucket // self.longest_bucket), "initial_state": True}
         return Problem(
             H=heads,
             HV=heads * self.group,
@@ -92,7 +119,7 @@ class Key(NamedTuple):
             has_dt_bias=computed,
             beta="sigmoid",
             l2norm=True,
-            final_state=True,
+            final_state=not self.recurrent,
             operator=operator,
             direction=direction,
             **shared,
@@ -108,6 +135,13 @@ class Key(NamedTuple):
         """The fields that may match nearly: of heads, of tokens, of the longest sequence."""
         return self[6:9]
 
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """What distances are measured in: the buckets; of a step its states, which run side by side, and its length."""
+        if self.recurrent:
+            return self.heads_bucket * max(1, self.tokens_bucket // self.longest_bucket), self.longest_bucket
+        return self.buckets
+
     def as_dict(self) -> dict[str, Any]:
         """The stored form: without what has its default, which records of before lack."""
         return {name: x for name, x in self._asdict().items() if x != self._field_defaults.get(name)}
@@ -116,6 +150,8 @@ class Key(NamedTuple):
     def text(self) -> str:
         """Readable form, e.g. ``K128-V128-bf16-safe-group1-heads32-tokens8192-longest8192``."""
         flags = ("-scalar" if self.scalar_gate else "") + (f"-r{self.rank}" if self.rank > 1 else "")
+        if self.recurrent:
+            flags += "-".join([f"-state_{self.state_dtype}", "vk" if self.state_v_first else "kv", *self.options])
         packed = "-varlen" if self.varlen else ""
         return (
             f"K{self.K}-V{self.V}-{self.dtype}-{self.gate}{flags}-group{self.group}{packed}"
@@ -207,6 +243,10 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_is_number, v)),
     ),
     list[Any]: ("a list", lambda v: isinstance(v, list)),
+    tuple[str, ...]: (
+        "a list of strings",
+        lambda v: isinstance(v, (list, tuple)) and all(isinstance(item, str) for item in v),
+    ),
     Mapping[str, Any]: ("an object", _is_object),
     Mapping[str, str]: ("an object of strings", lambda v: _is_object(v, lambda item: isinstance(item, str))),
     Mapping[str, Mapping[str, Any]]: ("an object of objects", lambda v: _is_object(v, _is_object)),
@@ -231,7 +271,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         description, accepts = _KINDS[kind]
         if not accepts(value):
             raise DatabaseError(f"{where} must be {description}, got {reprlib.repr(value)}")
-        return tuple(value) if kind == tuple[float, float] else value
+        return tuple(value) if kind in (tuple[float, float], tuple[str, ...]) else value
     hints = _hints(kind)
     if not isinstance(value, Mapping):
         raise DatabaseError(f"{where} must be an object, got {reprlib.repr(value)}")
