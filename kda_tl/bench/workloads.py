@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError
-from kda_tl.ops import load_all
-from kda_tl.ops.operator import Operator
+from kda_tl.ops import find_declaration
+from kda_tl.ops.operator import Declaration
 
 DECAYS = ("steep", "slow")
-_MAX_TRIMMED_SEQUENCES = 4
+# Fields of which operators say what they may be, and what such a value is called
+_OF_OPERATORS = {"gate": "gate", "direction": "pass", "state_dtype": "states", "state_use": "use of states"}
 _GRADIENT_SEEDS = 1 << 31  # away from the seeds of inputs: do would else be the very numbers of q; a CPU keeps 32 bits
 
 
@@ -41,14 +42,18 @@ class Workload:
     beta: str = "sigmoid"
     initial_state: bool = False
     state_v_first: bool = False
+    state_dtype: str = "fp32"  # of a recurrent operator, as the next: how its states are kept
+    state_use: str = ""  # see kda_tl.ops.recurrent_draws.STATE_USES; the operator's usual one unless given
     operator: str = "chunk_kda"
-    direction: str = "fwd"  # or "bwd" for the gradients of the same call
+    direction: str = ""  # of the operator's passes, the first unless given; "bwd" for the gradients of the same call
     # Groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with other
-    # implementations; "train" and "train-cpu" for the backward
+    # implementations; "train" and "train-cpu" for the backward; "decode" and "decode-cpu" of recurrent operators
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HV", self.HV or self.H)
+        object.__setattr__(self, "direction", self.direction or self.declaration.directions[0])
+        object.__setattr__(self, "state_use", self.state_use or self.declaration.state_uses[0])
         if self.lengths:
             object.__setattr__(self, "T", sum(self.lengths))
         if self.decay not in DECAYS:
@@ -57,10 +62,15 @@ class Workload:
             raise InputError(f"packed sequences need B=1, got B={self.B}.")
         if self.B < 1 or self.T < 1:
             raise InputError(f"{self.name} needs at least one token: pass B and T, or lengths.")
+        for name, what in _OF_OPERATORS.items():
+            choices: tuple[str, ...] = getattr(self.declaration, f"{name}s")
+            if getattr(self, name) not in choices:
+                self._refuse(name, what, choices)
         self.problem()
-        if self.gate not in self.declaration.gates:
-            gates = " or ".join(self.declaration.gates)
-            raise InputError(f"{self.operator} has no {self.gate} gate: choose {gates}.")
+
+    def _refuse(self, name: str, what: str, choices: tuple[str, ...]) -> None:
+        choice = " or ".join(choices) or "an operator that has"
+        raise InputError(f"{self.operator} has no {getattr(self, name)} {what}: choose {choice}.")
 
     @property
     def tokens(self) -> int:
@@ -74,51 +84,25 @@ class Workload:
         return tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
 
     @property
-    def declaration(self) -> Operator:
+    def declaration(self) -> Declaration:
         """The operator."""
-        operators = load_all()
-        if self.operator not in operators:
-            raise InputError(f"there is no operator {self.operator!r}: choose one of {', '.join(operators)}.")
-        return operators[self.operator]
+        return find_declaration(self.operator)
 
     def problem(self) -> Problem:
         """What the operator makes of :meth:`inputs`, in its forward or its backward."""
         shared: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Problem) if hasattr(self, f.name)}
-        return Problem(
-            **shared,
-            sequences=len(self.lengths) or self.B,
-            longest=max(self.lengths, default=self.T),
-            has_A_log=self.gate != "log",
-            has_dt_bias=self.gate != "log",
-            l2norm=True,
-            varlen=bool(self.lengths),
-            final_state=True,
-            scalar_gate=self.declaration.scalar_gate,
-        )
+        shared |= {"sequences": len(self.lengths) or self.B, "longest": max(self.lengths, default=self.T)}
+        shared |= {"varlen": bool(self.lengths), "scalar_gate": self.declaration.scalar_gate}
+        return Problem(**shared | self.declaration.modes(self))
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
         """Keyword arguments for the operator, drawn on the device."""
         return self.declaration.draw(self, torch.Generator(device=torch.device(device)).manual_seed(seed))
 
     def trimmed(self, tokens: int) -> Workload:
-        """A twin of at most about ``tokens`` tokens that the same kernels serve, for checks against slow references.
-
-        Heads, dimensions and modes stay. The twin keeps several sequences where there are several, and every sequence
-        that is cut ends inside a chunk of any size.
-        """
-        if self.tokens <= tokens:
-            return self
-        count = min(len(self.lengths) or self.B, _MAX_TRIMMED_SEQUENCES)
-        share = tokens / sum(self.lengths[:count] or (self.T,) * count)
-        if self.lengths:
-            lengths = tuple(_make_ragged(n, share) for n in self.lengths[:count])
-            return replace(self, name=f"{self.name}-trimmed", lengths=lengths)
-        return replace(self, name=f"{self.name}-trimmed", B=count, T=_make_ragged(self.T, share))
-
-
-def _make_ragged(length: int, share: float) -> int:
-    """A share of a length, odd, so that no chunk size divides it."""
-    return max(1, min(length, int(length * share))) - 1 | 1
+        """A twin of at most about ``tokens`` tokens that the same kernels serve, for checks against slow references."""
+        twin: Workload = self.declaration.trim(self, tokens)
+        return twin
 
 
 def draw_gradients(o: torch.Tensor, ht: torch.Tensor | None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -135,6 +119,11 @@ _PACKED = (1300, 547, 2048, 963, 271, 3063)
 _EVEN = (1024,) * 8
 _SOFTPLUS: dict[str, Any] = {"gate": "softplus", "decay": "slow"}
 _ON_CPU: dict[str, Any] = {"T": 192, "H": 2, "dtype": "fp32"}
+# Decode as engines call it: states V first, in slots; Kimi Linear's heads, and Qwen3-Next's in pairs
+_KDA: dict[str, Any] = {"operator": "fused_recurrent_kda", "H": 32}
+_GDN: dict[str, Any] = {"operator": "fused_recurrent_gated_delta_rule", "H": 16, "HV": 32}
+_DECODE: dict[str, Any] = {"state_v_first": True, **_SOFTPLUS}
+_DECODE_ON_CPU: dict[str, Any] = {**_DECODE, "T": 1, "H": 2, "HV": 2, "K": 32, "V": 32, "dtype": "fp32"}
 
 # A line makes a workload of each gate that keeps one of its tags; "train" makes one of each gate's backward
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -181,6 +170,35 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(name="train-cpu-safe-K32", K=32, V=32, direction="bwd", tags=("train-cpu",), **_ON_CPU),
     Workload(
         name="train-cpu-softplus-K64", K=64, V=64, gate="softplus", direction="bwd", tags=("train-cpu",), **_ON_CPU
+    ),
+    *(
+        Workload(name=f"{kind}-decode-B{B}-{state}", B=B, T=1, state_dtype=state, tags=("decode",), **heads, **_DECODE)
+        for kind, heads in (("kda", _KDA), ("gdn", _GDN))
+        for state in ("fp32", "bf16")
+        for B in (1, 8, 32, 128, 256)
+    ),
+    *(
+        Workload(
+            name=f"{kind}-verify-B32-T4-{state}",
+            B=32,
+            T=4,
+            state_dtype=state,
+            state_use="verify",
+            tags=("decode",),
+            **heads,
+            **_DECODE,
+        )
+        for kind, heads in (("kda", _KDA), ("gdn", _GDN))
+        for state in ("fp32", "bf16")
+    ),
+    *(
+        Workload(name=f"{kind}-decode-cpu", B=8, tags=("decode-cpu",), **{**heads, **_DECODE_ON_CPU})
+        for kind, heads in (("kda", _KDA), ("gdn", _GDN))
+    ),
+    Workload(
+        name="kda-verify-cpu",
+        **{**_KDA, **_DECODE_ON_CPU, "B": 4, "T": 4, "state_dtype": "bf16", "state_use": "verify"},
+        tags=("decode-cpu",),
     ),
 )
 

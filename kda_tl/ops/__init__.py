@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kda_tl.errors import InputError
 
 if TYPE_CHECKING:
-    from kda_tl.ops.operator import Operator
+    from kda_tl.ops.operator import Declaration, Operator
     from kda_tl.ops.recurrent import RecurrentOperator
 
 
@@ -30,6 +30,14 @@ def load_recurrent() -> dict[str, RecurrentOperator]:
 
     _import_all()
     return RECURRENT
+
+
+def find_declaration(name: str) -> Declaration:
+    """The operator of a name, of either kind. Raises InputError if there is none."""
+    operators: dict[str, Declaration] = {**load_all(), **load_recurrent()}
+    if name not in operators:
+        raise InputError(f"there is no operator {name!r}: choose one of {', '.join(operators)}.")
+    return operators[name]
 
 
 def _import_all() -> None:

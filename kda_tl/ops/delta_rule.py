@@ -13,16 +13,19 @@ from typing import Any
 import torch
 
 from kda_tl.core.dtypes import NAME_OF_DTYPE
-from kda_tl.core.layout import dense_bounds, packed_bounds
+from kda_tl.core.layout import dense_bounds, make_layout, packed_bounds
+from kda_tl.core.pipeline import operand_shapes
 from kda_tl.core.plain import check_kind
-from kda_tl.core.problem import GATES, LOWER_BOUND_RANGE, Problem
+from kda_tl.core.problem import DIRECTIONS, GATES, LOWER_BOUND_RANGE, Problem
 from kda_tl.core.stage import BT_CHOICES
 from kda_tl.errors import InputError
-from kda_tl.ops.draws import draw_inputs, prepare_before
+from kda_tl.ops.draws import draw_inputs, prepare_before, trim_tokens
 from kda_tl.ops.operator import Args, Bounds, FlaEntry, Operator
+from kda_tl.reference import recurrent_kda
 
 Tensor = torch.Tensor
 MAX_FP32 = torch.finfo(torch.float32).max
+_OPERANDS = {x: x for x in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias")} | {"h0": "initial_state"}
 
 
 def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = False) -> Operator:
@@ -34,7 +37,7 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
     bounded = "lower_bound" in inspect.signature(function).parameters
     return Operator(
         function=function,
-        operands={x: x for x in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias")} | {"h0": "initial_state"},
+        operands=_OPERANDS,
         same_dtype=("q", "k", "v"),
         renamed={"transpose_state_layout": "state_v_first"},
         check=functools.partial(_check, scalar_gate=scalar_gate),
@@ -46,6 +49,12 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
         recurrence=functools.partial(_describe_recurrence, scalar_gate=scalar_gate),
         scalar_gate=scalar_gate,
         gates=tuple(gate for gate in GATES if bounded or gate != "safe"),
+        directions=DIRECTIONS,
+        modes=_find_modes,
+        trim=trim_tokens,
+        lay_out=functools.partial(_lay_out, scalar_gate=scalar_gate),
+        judge=functools.partial(_judge, scalar_gate=scalar_gate),
+        name_results=_name_results,
         bare=prepare_before,
         draw=functools.partial(draw_inputs, scalar_gate=scalar_gate, bounded=bounded),
         fla=fla,
@@ -219,3 +228,28 @@ def _describe_recurrence(a: Args, *, scalar_gate: bool) -> dict[str, Any]:
         "use_l2norm": a.use_qk_l2norm_in_kernel,
         "cu_seqlens": a.cu_seqlens if a.cu_seqlens_cpu is None else a.cu_seqlens_cpu,
     }
+
+
+def _find_modes(workload: Any) -> dict[str, Any]:
+    computed = workload.gate != "log"
+    return {"has_A_log": computed, "has_dt_bias": computed, "l2norm": True, "final_state": True}
+
+
+def _lay_out(
+    a: Args, problem: Problem, BT: int, segments: int, *, scalar_gate: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    layout = make_layout(_find_bounds(scalar_gate, a), BT, a.q.device, segments)
+    tensors: dict[str, Any] = {name: getattr(a, argument) for name, argument in _OPERANDS.items()}
+    for name, shape in operand_shapes(problem).items():
+        if tensors.get(name) is not None:
+            tensors[name] = tensors[name].view(shape)
+    return tensors | _find_numbers(a) | layout.tables, layout.sizes
+
+
+def _judge(a: Args, *, scalar_gate: bool) -> dict[str, Tensor]:
+    o, ht = recurrent_kda(**_describe_recurrence(a, scalar_gate=scalar_gate))
+    return {"o": o, "ht": ht}
+
+
+def _name_results(a: Args, returned: Any) -> dict[str, Tensor | None]:
+    return {"o": returned[0], "ht": returned[1]}

@@ -55,31 +55,33 @@ class FlaEntry:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Operator:
-    """One operator. The result o has the shape and dtype of the argument v.
+class Declaration:
+    """What every operator declares: by this alone it is measured, tuned, verified and shown.
 
-    Arguments that mean the same have one name in all operators: cu_seqlens, output_final_state, chunk_size,
-    return_intermediate_states, and disable_recompute, which keeps the intermediates of the forward for the backward.
+    A workload is a :class:`kda_tl.bench.workloads.Workload`.
     """
 
     function: Callable[..., Any]  # its signature is the list of arguments, its docstring their meaning; never called
-    operands: Mapping[str, str]  # the differentiable tensors: the argument by the name that pipelines know it under
-    same_dtype: tuple[str, ...]  # arguments that must have one dtype, which autocast therefore casts
-    renamed: Mapping[str, str] = field(default_factory=dict)  # old names of arguments, and the names they have now
-    check: Callable[[Args], None]  # raises InputError for what cannot be used, whatever the bounds
-    find_bounds: Callable[[Args], Bounds]  # the bounds of a call, which may have to be read from the device
-    assume_bounds: Callable[[Args], Bounds]  # as many, without reading anything
-    pose: Callable[[Args, Bounds], Problem]  # the problem of a valid call; raises InputError for any other
-    numbers: Callable[[Args], dict[str, float]]  # the scalars that stages take, by name
-    # Shapes of o, ht and h by name, for a chunk size; None for a size that only the bounds tell
-    shapes: Callable[[Args, int], dict[str, tuple[Any, ...]]]
-    recurrence: Callable[[Args], dict[str, Any]]  # arguments of kda_tl.reference.recurrent_kda that compute the same
     scalar_gate: bool  # a value head has one gate for all its key channels
     gates: tuple[str, ...]  # the gate modes that it has
-    # Arguments of a kda_tl.bench.workloads.Workload by name, drawn with a generator
+    directions: tuple[str, ...]  # its passes, the usual one first
+    state_uses: tuple[str, ...] = ("",)  # what workloads say of where states are, the usual one first
+    state_dtypes: tuple[str, ...] = ("fp32",)  # that states may have
+    # Fields of a workload's problem that the workload does not have itself
+    modes: Callable[[Any], dict[str, Any]]
+    # Arguments of a workload by name, drawn with a generator
     draw: Callable[[Any, torch.Generator], dict[str, Any]]
     # The same call, with what kernels may do first done by the caller, and no final state
     bare: Callable[[Mapping[str, Any]], dict[str, Any]]
+    # A workload of about so many tokens that the same kernels serve, for checks against slow references
+    trim: Callable[[Any, int], Any]
+    # Of a call and its problem, in chunks of BT tokens and so many segments: the tensors and numbers that pipelines
+    # take, tokens flattened over the batch, and the sizes that kernels are launched with
+    lay_out: Callable[[Args, Problem, int, int], tuple[dict[str, Any], dict[str, int]]]
+    # What a call computes, in float64, by the names of pipelines: o, ht and states that it changes in place
+    judge: Callable[[Args], dict[str, torch.Tensor]]
+    # The same of what a call returned
+    name_results: Callable[[Args, Any], dict[str, torch.Tensor | None]]
     fla: FlaEntry
     # The public function, see kda_tl.ops.entry.publish
     call: Callable[..., Any] = field(init=False)
@@ -93,6 +95,38 @@ class Operator:
     def signature(self) -> inspect.Signature:
         """Of the public function."""
         return inspect.signature(self.function)
+
+    @functools.cached_property
+    def Arguments(self) -> type[Any]:
+        """The class that carries the arguments of a call."""
+        raise NotImplementedError
+
+    def bind(self, *args: Any, **kwargs: Any) -> Args:
+        """The arguments of a call, as the public function takes them. Raises TypeError as a call does."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self.Arguments(**bound.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operator(Declaration):
+    """One operator of whole sequences. The result o has the shape and dtype of the argument v.
+
+    Arguments that mean the same have one name in all operators: cu_seqlens, output_final_state, chunk_size,
+    return_intermediate_states, and disable_recompute, which keeps the intermediates of the forward for the backward.
+    """
+
+    operands: Mapping[str, str]  # the differentiable tensors: the argument by the name that pipelines know it under
+    same_dtype: tuple[str, ...]  # arguments that must have one dtype, which autocast therefore casts
+    renamed: Mapping[str, str] = field(default_factory=dict)  # old names of arguments, and the names they have now
+    check: Callable[[Args], None]  # raises InputError for what cannot be used, whatever the bounds
+    find_bounds: Callable[[Args], Bounds]  # the bounds of a call, which may have to be read from the device
+    assume_bounds: Callable[[Args], Bounds]  # as many, without reading anything
+    pose: Callable[[Args, Bounds], Problem]  # the problem of a valid call; raises InputError for any other
+    numbers: Callable[[Args], dict[str, float]]  # the scalars that stages take, by name
+    # Shapes of o, ht and h by name, for a chunk size; None for a size that only the bounds tell
+    shapes: Callable[[Args, int], dict[str, tuple[Any, ...]]]
+    recurrence: Callable[[Args], dict[str, Any]]  # arguments of kda_tl.reference.recurrent_kda that compute the same
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
@@ -135,9 +169,3 @@ class Operator:
     def pick_flags(self) -> Callable[[Args], tuple[Any, ...]]:
         """What is no tensor, and what may not be there: with the tensors' shapes it decides how a call is planned."""
         return attrgetter(*(name for name in self.schema if name not in self.all_tensors))
-
-    def bind(self, *args: Any, **kwargs: Any) -> Args:
-        """The arguments of a call, as the public function takes them. Raises TypeError as a call does."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self.Arguments(**bound.arguments)

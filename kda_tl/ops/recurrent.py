@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +20,7 @@ from kda_tl.core.dtypes import NAME_OF_DTYPE
 from kda_tl.core.plain import check_kind
 from kda_tl.core.problem import LOWER_BOUND_RANGE, Problem
 from kda_tl.errors import InputError
-from kda_tl.ops.operator import Args, FlaEntry
+from kda_tl.ops.operator import Args, Declaration
 
 Tensor = torch.Tensor
 MAX_FP32 = torch.finfo(torch.float32).max
@@ -45,23 +44,8 @@ class Lacking:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RecurrentOperator:
+class RecurrentOperator(Declaration):
     """One recurrent operator."""
-
-    function: Callable[..., Any]  # its signature is the list of arguments
-    scalar_gate: bool  # a value head has one gate for all its key channels
-    fla: FlaEntry
-    call: Callable[..., Any] = field(init=False)
-
-    @functools.cached_property
-    def name(self) -> str:
-        """What it is called."""
-        return self.function.__name__
-
-    @functools.cached_property
-    def signature(self) -> inspect.Signature:
-        """Of the public function."""
-        return inspect.signature(self.function)
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -89,12 +73,6 @@ class RecurrentOperator:
         defaults = {name: None if p.default is p.empty else p.default for name, p in self.signature.parameters.items()}
         fields = [(name, Any, dataclasses.field(default=value)) for name, value in defaults.items()]
         return dataclasses.make_dataclass(f"{self.name}_arguments", fields, bases=(Lacking,), slots=True, eq=False)
-
-    def bind(self, *args: Any, **kwargs: Any) -> Args:
-        """The arguments of a call, as the public function takes them. Raises TypeError as a call does."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self.Arguments(**bound.arguments)
 
 
 def count_sequences(a: Args) -> int:

@@ -167,26 +167,70 @@ def _bind_new(operator: RecurrentOperator, a: Args) -> BoundStep:
     choice, program = load_program(problem, device, None)
     sizes = _find_sizes(problem, {name: getattr(a, argument) for name, argument in given}, copied if on_gpu else None)
     compute = None if program is None else program.bind(sizes, a.q.device)
-    K, width = problem.K, 1 if a.ssm_state_indices is None else a.ssm_state_indices.shape[-1]
-    constants: dict[str, Any] = dict.fromkeys(OPERANDS)
-    constants |= {
-        "scale": K**-0.5 if a.scale is None else float(a.scale),
+    return BoundStep(
+        problem=problem,
+        choice=choice,
+        compute=compute,
+        sizes=sizes,
+        constants=_find_constants(problem, a),
+        given=given,
+        copied=copied,
+        gpu=(a.q.device.index or 0) if on_gpu else None,
+    )
+
+
+def _find_constants(problem: Problem, a: Args) -> dict[str, Any]:
+    """The numbers that stages take, and None for all tensors."""
+    width = 1 if a.ssm_state_indices is None else a.ssm_state_indices.shape[-1]
+    return dict.fromkeys(OPERANDS) | {
+        "scale": problem.K**-0.5 if a.scale is None else float(a.scale),
         "lower_bound": -5.0 if a.lower_bound is None else float(a.lower_bound),
         "group": float(problem.group),
         "steps": float(problem.longest),
         "pad_slot_id": float(a.pad_slot_id),
         "slots_width": float(width),
     }
-    return BoundStep(
-        problem=problem,
-        choice=choice,
-        compute=compute,
-        sizes=sizes,
-        constants=constants,
-        given=given,
-        copied=copied,
-        gpu=(a.q.device.index or 0) if on_gpu else None,
-    )
+
+
+def lay_out(a: Args, problem: Problem, BT: int, segments: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """What stages take in dense memory, and the sizes; there are no chunks. States stay the caller's where they can."""
+    given = {name: argument for name, argument in OPERANDS.items() if _plays_a_part(problem, name, a, argument)}
+    tensors = _find_constants(problem, a)
+    tensors |= {name: _flatten(problem, name, getattr(a, argument)) for name, argument in given.items()}
+    if tensors["bounds"] is None:
+        tensors["bounds"] = torch.zeros((problem.sequences + 1, 1), dtype=torch.int32, device=a.q.device)
+    return tensors, _find_sizes(problem, {name: getattr(a, argument) for name, argument in given.items()}, None)
+
+
+def judge_step(operator: RecurrentOperator, a: Args) -> dict[str, Tensor]:
+    """What a call computes, in float64, by the names of stages; states that it does not change among them."""
+    found = decode_reference(**describe_recurrence(pose(operator, a), a))
+    expected = {"o": found.o, "ht": found.final_state, "pool": found.pool, "snapshots": found.intermediate_states}
+    if not a.output_final_state or a.inplace_final_state:
+        del expected["ht"]
+    return {name: x for name, x in expected.items() if x is not None}
+
+
+def name_results(a: Args, returned: Any) -> dict[str, Tensor | None]:
+    """What a call returned and wrote, by the names of stages."""
+    o, state = returned
+    written = a.initial_state if writes_pool(a) else None
+    return {"o": o, "ht": None if a.inplace_final_state else state, "pool": written, "snapshots": a.intermediate_states}
+
+
+def _flatten(p: Problem, name: str, x: Tensor) -> Tensor:
+    """A tensor as a stage takes it, in dense memory; on the CPU numbers are fp32."""
+    if name in _WORDS:
+        x = x.to(torch.int32).contiguous()
+        return x.view(len(x), -1, 1) if name in ("slots", "targets", "parents") else x[:, None]
+    x = x if x.is_cuda else x.float()
+    if name in _ROWS:
+        x = x.reshape(p.tokens, x.shape[2:].numel())
+    elif name in _STATES:
+        x = x.reshape(len(x), x.shape[1:].numel())
+    elif name == "dt_bias":
+        x = x.reshape(p.HV, p.G)
+    return x.contiguous().resolve_neg()
 
 
 def _plays_a_part(problem: Problem, name: str, a: Args, argument: str) -> bool:
@@ -273,18 +317,7 @@ def _run_on_cpu(bound: BoundStep, compute: Compute, a: Args, o: Tensor, ht: Tens
     for name, argument in bound.given:
         x: Tensor = getattr(a, argument)
         check_memory(argument, x)
-        if name in _WORDS:
-            x = x.to(torch.int32).contiguous()
-            x = x.view(len(x), -1, 1) if name in ("slots", "targets", "parents") else x[:, None]
-        elif name in _ROWS:
-            x = x.float().reshape(p.tokens, x.shape[2:].numel()).contiguous()
-        elif name in _STATES:
-            x = x.float().reshape(len(x), x.shape[1:].numel()).contiguous()
-        elif name == "dt_bias":
-            x = x.float().reshape(p.HV, p.G).contiguous()
-        else:
-            x = x.float().contiguous()
-        tensors[name] = x.resolve_neg()
+        tensors[name] = _flatten(p, name, x)
     if tensors["bounds"] is None:
         tensors["bounds"] = torch.zeros((p.sequences + 1, 1), dtype=torch.int32)
     out = compute(tensors)

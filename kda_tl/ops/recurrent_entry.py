@@ -7,16 +7,20 @@ What it changes in place, PyTorch is told: calls that are not plain, and those i
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
 from kda_tl.core.plain import is_plain, needs_operator
+from kda_tl.core.problem import DTYPES, GATES
 from kda_tl.errors import UnsupportedError
+from kda_tl.ops.draws import prepare_before
 from kda_tl.ops.operator import Args, FlaEntry
 from kda_tl.ops.recurrent import RecurrentOperator, pose
-from kda_tl.ops.recurrent_call import new_results, run_step
+from kda_tl.ops.recurrent_call import judge_step, lay_out, name_results, new_results, run_step
+from kda_tl.ops.recurrent_draws import STATE_USES, draw_step, find_modes, trim_sequences
 
 Tensor = torch.Tensor
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -45,7 +49,7 @@ def publish_recurrent(*, scalar_gate: bool, fla: FlaEntry) -> Callable[[Function
     """
 
     def decorate(function: FunctionT) -> FunctionT:
-        operator = RECURRENT[function.__name__] = RecurrentOperator(function=function, scalar_gate=scalar_gate, fla=fla)
+        operator = RECURRENT[function.__name__] = _declare(function, scalar_gate=scalar_gate, fla=fla)
         namespace: dict[str, Any] = {
             "_is_compiling": torch.compiler.is_compiling,
             "_run_custom_op": _register(operator),
@@ -65,6 +69,26 @@ def publish_recurrent(*, scalar_gate: bool, fla: FlaEntry) -> Callable[[Function
         return cast(FunctionT, made)
 
     return decorate
+
+
+def _declare(function: Callable[..., Any], *, scalar_gate: bool, fla: FlaEntry) -> RecurrentOperator:
+    bounded = "lower_bound" in inspect.signature(function).parameters
+    return RecurrentOperator(
+        function=function,
+        scalar_gate=scalar_gate,
+        gates=tuple(gate for gate in GATES if bounded or gate != "safe"),
+        directions=("step",),
+        state_uses=tuple(STATE_USES),
+        state_dtypes=DTYPES,
+        modes=find_modes,
+        draw=functools.partial(draw_step, scalar_gate=scalar_gate, bounded=bounded),
+        bare=prepare_before,
+        trim=trim_sequences,
+        lay_out=lay_out,
+        judge=lambda a: judge_step(RECURRENT[function.__name__], a),
+        name_results=name_results,
+        fla=fla,
+    )
 
 
 def _run_call(operator: RecurrentOperator, a: Args, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:

@@ -154,7 +154,7 @@ class StageTrial:
     def run(self) -> Outcome:
         """Returns "ok", "slow" or "wrong"."""
         kernel = compile_stage(self.stage, self.fixture.case, self.config)
-        tolerance = self.stage.tolerance[self.fixture.workload.dtype]
+        tolerance = fixtures.stage_tolerance(self.stage, self.fixture.workload)
         verdict = _verify(tolerance, lambda: fixtures.check_kernel(kernel, self.fixture, tolerance))
         if isinstance(verdict, Outcome):
             return verdict

@@ -11,10 +11,16 @@ from kda_tl.bench.workloads import WORKLOADS, Workload, draw_gradients, select
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import BT_CHOICES
 from kda_tl.errors import InputError
+from kda_tl.ops import load_recurrent
 from kda_tl.ops.entry import explain
+from kda_tl.ops.recurrent import pose
+from kda_tl.ops.recurrent_check import check_values
+from kda_tl.ops.recurrent_draws import STATE_USES
 from kda_tl.reference import activate_gate
 
 LABELS = [w.name for w in WORKLOADS]
+CHUNKED = [w for w in WORKLOADS if w.direction != "step"]
+STEPS = [w for w in WORKLOADS if w.direction == "step"]
 
 
 def tagged(tag: str) -> tuple[Workload, ...]:
@@ -73,7 +79,7 @@ def test_nothing_has_two_names() -> None:
     assert len({replace(w, name="", tags=()) for w in WORKLOADS}) == len(WORKLOADS)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
+@pytest.mark.parametrize("workload", CHUNKED, ids=lambda w: w.name)
 def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Problem] = []
     monkeypatch.setattr("kda_tl.ops.entry.select_cached", lambda problem, *_: seen.append(problem))
@@ -82,7 +88,7 @@ def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, mo
     assert seen == [replace(small.problem(), direction="fwd")]
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=LABELS)
+@pytest.mark.parametrize("workload", CHUNKED, ids=lambda w: w.name)
 def test_trimmed_twin_needs_the_same_kernels_and_ends_inside_a_chunk(workload: Workload) -> None:
     twin = workload.trimmed(160)
     assert twin.problem().without_lengths() == workload.problem().without_lengths()
@@ -116,7 +122,8 @@ def test_inputs_depend_on_the_seed_only() -> None:
 def test_a_tag_is_of_one_pass() -> None:
     passes = {tag: {w.problem().direction for w in tagged(tag)} for w in WORKLOADS for tag in w.tags}
     forward = {tag: {"fwd"} for tag in ("tune", "bench", "forward", "small", "wide", "cpu")}
-    assert passes == {**forward, **{tag: {"bwd"} for tag in ("train", "training", "train-cpu")}}
+    backward = {tag: {"bwd"} for tag in ("train", "training", "train-cpu")}
+    assert passes == {**forward, **backward, **{tag: {"step"} for tag in ("decode", "decode-cpu")}}
 
 
 def test_gradients_depend_on_the_seed_only_and_are_no_input() -> None:
@@ -155,12 +162,50 @@ def test_unknown_names_are_refused_with_tags_and_near_names() -> None:
     with pytest.raises(InputError) as refused:
         select(["cpu", "nowhere"])
     assert str(refused.value) == (
-        "unknown workload nowhere: the tags are bench, cpu, forward, small, train, train-cpu, training, tune, wide; "
-        "`kda-tl show --workloads` lists the names."
+        "unknown workload nowhere: the tags are bench, cpu, decode, decode-cpu, forward, small, train, "
+        "train-cpu, training, tune, wide; `kda-tl show --workloads` lists the names."
     )
     with pytest.raises(InputError, match="did you mean safe-T8192-H32 or .* The tags are") as refused:
         select(["saf-T8192-H32"])
     assert sum(word.strip(",?;") in LABELS for word in str(refused.value).split()) <= 3
+
+
+def test_decode_covers_both_operators_batches_and_states() -> None:
+    found = [(w.operator, w.B, w.T, w.state_dtype, w.state_use) for w in tagged("decode")]
+    names = ("fused_recurrent_kda", "fused_recurrent_gated_delta_rule")
+    shapes = [(B, 1, state, "pool") for B in (1, 8, 32, 128, 256) for state in ("fp32", "bf16")]
+    shapes += [(32, 4, state, "verify") for state in ("fp32", "bf16")]
+    assert sorted(found) == sorted((name, *shape) for name in names for shape in shapes)
+    assert {(w.HV, w.K, w.V, w.dtype, w.state_v_first) for w in tagged("decode")} == {(32, 128, 128, "bf16", True)}
+
+
+@pytest.mark.parametrize("use", STATE_USES)
+@pytest.mark.parametrize("workload", STEPS, ids=lambda w: w.name)
+def test_problem_of_a_step_is_what_the_operator_makes_of_it(workload: Workload, use: str) -> None:
+    for shape in ({"T": min(workload.T, 2)}, {"B": 1, "lengths": (2, 0, 3)}):
+        small = replace(workload, H=workload.HV // workload.H, HV=2, state_use=use, **{"B": 3, **shape}).trimmed(1)
+        small = replace(small, H=2 // small.H)
+        operator = load_recurrent()[small.operator]
+        assert pose(operator, operator.bind(**small.inputs("cpu"))) == small.problem()
+
+
+@pytest.mark.parametrize("use", STATE_USES)
+@pytest.mark.parametrize("name", load_recurrent())
+def test_drawn_steps_pass_the_checks_of_values(name: str, use: str) -> None:
+    """Slots lie apart and within the pool: no drawn call reads what another sequence writes."""
+    for lengths in ((), (2, 0, 3)):
+        w = Workload(name="small", operator=name, gate="softplus", B=1 if lengths else 4, T=3, H=1, lengths=lengths)
+        w = replace(w, K=8, V=8, state_use=use)
+        check_values(w.declaration.bind(**w.inputs("cpu")))
+
+
+def test_trimmed_steps_keep_their_lengths() -> None:
+    twins = [w.trimmed(1) for w in STEPS]
+    assert {(twin.B, twin.T) for twin in twins} == {(1, 1), (8, 1), (8, 4), (4, 4)}
+    for twin, w in zip(twins, STEPS, strict=True):
+        assert twin.problem().without_lengths() == w.problem().without_lengths()
+    packed = Workload(name="packed", operator="fused_recurrent_kda", H=1, lengths=(3,) * 20).trimmed(1)
+    assert packed.lengths == (3,) * 8
 
 
 @pytest.mark.parametrize(
@@ -170,7 +215,11 @@ def test_unknown_names_are_refused_with_tags_and_near_names() -> None:
         ({"T": 0}, "token"),
         ({"lengths": (3, 4), "B": 2}, "B=1"),
         ({"K": 300}, "256"),
-        ({"direction": "back"}, "fwd, bwd"),
+        ({"direction": "back"}, "fwd or bwd"),
+        ({"state_dtype": "bf16"}, "chunk_kda has no bf16 states: choose fp32"),
+        ({"state_use": "pool"}, "chunk_kda has no pool use of states"),
+        ({"operator": "fused_recurrent_kda", "direction": "fwd"}, "fused_recurrent_kda has no fwd pass: choose step"),
+        ({"operator": "fused_recurrent_kda", "state_use": "heap"}, "choose pool or columns or verify or rows"),
     ],
 )
 def test_impossible_workloads_are_refused(change: dict[str, int], message: str) -> None:
