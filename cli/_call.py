@@ -11,8 +11,9 @@ import torch
 
 from kda_tl.bench.workloads import Workload, draw_gradients
 from kda_tl.core.stage import Plan
-from kda_tl.ops.operator import Operator
-from kda_tl.reference import gradient_name, recurrent_gradients, recurrent_kda, relative_error
+from kda_tl.ops import find_operator
+from kda_tl.ops.operator import Declaration, Operator
+from kda_tl.reference import gradient_name, recurrent_gradients, relative_error
 from kda_tl.runtime.dispatch import pin
 
 Inputs = Mapping[str, Any]
@@ -58,13 +59,13 @@ def _draw_gradients(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]
     return _drop_none(draw_gradients(o, ht[0] if ht else None))
 
 
-def make_launch(operator: Operator, inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
+def make_launch(operator: Declaration, inputs: Inputs, direction: str, plan: Plan | None = None) -> Launch:
     """One pass of the operator with a plan, the one that serves unless given, to be timed.
 
     That is the forward ("fwd"), or the backward ("bwd") of a forward that was called before.
     """
     if direction == "bwd":
-        return Recorded.of(operator, inputs, plan).run_backward
+        return Recorded.of(find_operator(operator.name), inputs, plan).run_backward
     if plan is None:
         return functools.partial(operator.call, **inputs)
 
@@ -101,16 +102,22 @@ def make_step(call: Callable[[Inputs], Any], inputs: Inputs, tensors: Sequence[s
     return run_step
 
 
-def measure_errors(operator: Operator, inputs: Inputs, plan: Plan | None, direction: str = "fwd") -> dict[str, float]:
+def measure_errors(
+    operator: Declaration, inputs: Inputs, plan: Plan | None, direction: str = "fwd"
+) -> dict[str, float]:
     """Relative errors of what a pass of the operator returns, run with one plan: o and ht, or all gradients."""
-    arguments = operator.recurrence(operator.bind(**inputs))
     if direction == "bwd":
-        call = Recorded.of(operator, inputs, plan)
-        outputs = dict(zip(map(gradient_name, call.leaves), call.run_backward(), strict=True))
-        found = recurrent_gradients(arguments, *call.gradients)  # of a scalar gate with a dimension for its channel
+        chunked = find_operator(operator.name)
+        call = Recorded.of(chunked, inputs, plan)
+        outputs: Mapping[str, torch.Tensor | None] = dict(
+            zip(map(gradient_name, call.leaves), call.run_backward(), strict=True)
+        )
+        found = recurrent_gradients(chunked.recurrence(chunked.bind(**inputs)), *call.gradients)
+        # of a scalar gate with a dimension for its channel
         truth = {(name := gradient_name(leaf)): found[name].view_as(x) for leaf, x in call.leaves.items()}
     else:
+        a = operator.bind(**inputs)
+        truth = operator.judge(a)  # before the call changes states
         with torch.no_grad():
-            outputs = dict(zip(("o", "ht"), make_launch(operator, inputs, direction, plan)(), strict=False))
-            truth = dict(zip(("o", "ht"), recurrent_kda(**arguments), strict=True))
+            outputs = operator.name_results(a, make_launch(operator, inputs, direction, plan)())
     return {name: relative_error(x, truth[name]) for name, x in outputs.items() if x is not None}

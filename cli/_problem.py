@@ -46,14 +46,26 @@ def read_workloads(args: argparse.Namespace, default: Sequence[str] = ()) -> tup
     given = read_numbers(args)
     if args.workload or (default and not given):
         workloads = select(args.workload or default)
-        return tuple(dict.fromkeys(change_workload(w, given) for w in workloads)) if given else workloads
+        changed = tuple(dict.fromkeys(change_workload(w, given) for w in workloads)) if given else workloads
+        return _require_served(args, changed)
     missing = [option for option, number in (("--heads", "H"), ("--tokens", "tokens")) if number not in given]
     if missing:
         raise InputError(
             f"say which problem: name one with --workload (`kda-tl show --workloads` lists them), or describe it, "
             f"{' and '.join(missing)} missing."
         )
-    return (change_workload(Workload(name="described", T=1, H=1), given),)
+    return _require_served(args, (change_workload(Workload(name="described", T=1, H=1), given),))
+
+
+def _require_served(args: argparse.Namespace, workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+    """The workloads. Raises InputError if a command measures or builds, and one is of a recurrent operator."""
+    step = next((workload for workload in workloads if workload.direction == "step"), None)
+    if step is not None and args.command not in ("show", "explain"):
+        raise InputError(
+            f"{step.name} is of a recurrent operator, which `kda-tl {args.command}` does not serve yet:"
+            " `kda-tl explain` says which plan it runs."
+        )
+    return workloads
 
 
 def read_one_workload(args: argparse.Namespace, default: Sequence[str] = ()) -> Workload:
@@ -71,14 +83,18 @@ def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
     Raises InputError if the numbers do not fit each other.
     """
     from kda_tl.bench.workloads import WORKLOADS
-    from kda_tl.ops import load_all
+    from kda_tl.ops import find_declaration
 
     changes = {number: value for number, value in given.items() if number not in _SHAPE}
     if "H" in given:
         changes.setdefault("HV", given["H"] * (workload.HV // workload.H))
-    operator = load_all().get(given.get("operator", workload.operator))
-    if operator is not None and workload.gate not in operator.gates:
+    operator = find_declaration(given.get("operator", workload.operator))
+    if workload.gate not in operator.gates:
         changes.setdefault("gate", "softplus")
+    if workload.direction not in operator.directions:
+        changes.setdefault("direction", operator.directions[0])
+    if workload.state_use not in operator.state_uses:
+        changes.setdefault("state_use", operator.state_uses[0])
     if changes.get("gate", workload.gate) != workload.gate:  # the decay that workloads of this gate have
         changes["decay"] = "slow" if changes["gate"] == "softplus" else "steep"
     if not given.keys().isdisjoint(_SHAPE):
@@ -132,6 +148,8 @@ def _name(w: Workload) -> str:
         w.beta: w.beta != "sigmoid",
         "h0": w.initial_state,
         "vk": w.state_v_first,
+        w.state_use: w.state_use not in ("", "pool"),
+        f"state-{w.state_dtype}": w.state_dtype != "fp32",
     }
     return "-".join(part for part, told in parts.items() if told)
 
@@ -143,4 +161,5 @@ def describe_workload(w: Workload) -> str:
     rest = [f"{w.beta} beta"] if w.beta != "sigmoid" else []
     rest += ["initial state"] if w.initial_state else []
     rest += ["states [V, K]"] if w.state_v_first else []
+    rest += [f"{w.state_use} of {w.state_dtype} states"] if w.state_use else []
     return ", ".join([f"{tokens} {heads} K{w.K} V{w.V} {w.dtype}", f"{w.gate} gate", f"{w.decay} decay", *rest])

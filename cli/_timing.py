@@ -26,6 +26,7 @@ from kda_tl.core.layout import make_layout
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Cost, Stage
 from kda_tl.errors import CompileError
+from kda_tl.ops import find_operator
 from kda_tl.reference import relative_error
 from kda_tl.runtime.dispatch import load_program
 from kda_tl.runtime.program import Program
@@ -155,7 +156,7 @@ def _try_operators(
         try:
             call: Call = functools.partial(operator, inputs)
             if workload.direction == "bwd":
-                call = make_step(operator, inputs, workload.declaration.tensors)
+                call = make_step(operator, inputs, find_operator(workload.operator).tensors)
             outputs[name] = call()[0]
             calls[name] = call
         except Exception as error:  # peers refuse however they like

@@ -93,10 +93,10 @@ PIPELINES: dict[str, Pipeline] = {
 
 
 def require_chunked(name: str) -> None:
-    """Raises InputError for a stage, or a pipeline, that only recurrent operators have: no workload describes these."""
+    """Raises InputError for a stage, or a pipeline, that only recurrent operators have."""
     made = [p for p in PIPELINES.values() if name == p.name or name in {stage.name for stage in p.stages}]
     if made and all(pipeline.direction not in DIRECTIONS for pipeline in made):
         raise InputError(
-            f"{name} is of recurrent operators, for which there are no workloads yet: choose one of chunk_kda, or ask"
-            ' kda_tl.explain(..., operator="fused_recurrent_kda").'
+            f"{name} is of recurrent operators, which this command does not serve yet: choose one of chunk_kda, or ask"
+            " `kda-tl explain --workload kda-decode-B32-fp32`."
         )

@@ -126,7 +126,7 @@ def test_what_options_describe_is_the_problem(rng: random.Random) -> None:
 
 
 def test_a_described_problem_that_has_a_name_goes_by_it() -> None:
-    for workload in WORKLOADS:
+    for workload in (w for w in WORKLOADS if w.direction in DIRECTIONS):
         if len(set(workload.lengths)) < 2 and (workload.dtype, workload.decay) != ("fp32", "steep"):
             w = workload
             count = len(w.lengths) or w.B
@@ -260,9 +260,28 @@ def test_gate_of_an_operator_without_a_safe_one() -> None:
         change_workload(Workload(name="x", T=20, H=1), given | {"gate": "safe"})
 
 
-@pytest.mark.parametrize("words", ("show --pipeline decode", "source decode_rows", "tune --pipeline decode_rows"))
+@pytest.mark.parametrize(
+    "words",
+    (
+        "show --pipeline decode",
+        "source decode_rows",
+        "tune --pipeline decode_rows",
+        "tune --workload decode-cpu",
+        "verify --workload decode-cpu",
+        "bench --workload decode-cpu",
+        "compile --out nowhere --gpu h100 --operator fused_recurrent_kda --heads 2 --tokens 2 --sequences 2",
+    ),
+)
 def test_what_is_of_recurrent_operators_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
-    assert re.search(
-        r"decode(_rows)? is of recurrent operators, for which there are no workloads yet", capsys.readouterr().err
-    )
+    assert re.search(r"is of (a )?recurrent operators?, which .* does not serve yet", capsys.readouterr().err)
+
+
+def test_explain_takes_recurrent_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "explain --gpu h200 --operator fused_recurrent_kda --heads 32 --tokens 8 --sequences 8 --state-v-first"
+    assert main([*words.split(), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["workloads"]
+    assert (told["problem"]["direction"], told["problem"]["longest"], told["step"]) == ("step", 1, "default")
+    assert told["plan"]["pipeline"] == "decode_rows"
+    assert main([*words.split(), "--pass", "bwd"]) == 2
+    assert "fused_recurrent_kda has no bwd pass: choose step" in capsys.readouterr().err
