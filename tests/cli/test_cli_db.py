@@ -137,7 +137,7 @@ def test_validate_knows_every_operator(tmp_path: Path) -> None:
 def test_validate_is_not_held_by_a_record_of_endless_sequences(
     stored: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    key = {**make_key()._asdict(), "varlen": True, "tokens_bucket": 1 << 60, "longest_bucket": 16}
+    key = {**make_key().as_dict(), "varlen": True, "tokens_bucket": 1 << 60, "longest_bucket": 16}
     edit(stored, lambda values: values["entries"][0].update(key=key))
     assert main(["db", "validate", str(tmp_path)]) == 0, capsys.readouterr().out
 
