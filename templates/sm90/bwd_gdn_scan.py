@@ -24,7 +24,15 @@ from kda_tl.templates.sm90 import bwd_scan
 from kda_tl.templates.sm90.bwd_scan import REGISTERS, start_from
 from kda_tl.templates.sm90.hopper import PAIRS, TABLES
 from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, QUERY, START, make_factors, reject_rows, take_powers
-from kda_tl.templates.sm90.recurrence import OUTPUT_PAD, ROWS, TOLERANCE, WARPGROUP, load_lower, load_values
+from kda_tl.templates.sm90.recurrence import (
+    OUTPUT_PAD,
+    ROWS,
+    TOLERANCE,
+    WARPGROUP,
+    load_lower,
+    load_values,
+    take_transposed,
+)
 from kda_tl.templates.sm90.scan import SCANNED, ScanConfig, scan, scan_cost
 from kda_tl.templates.sm90.walk import Products
 
@@ -106,14 +114,12 @@ def wait_for_values(r, pending):
 @T.macro
 def find_values(r, tiles, slot):
     """V^T - (S^T K^T) diag(start)."""
-    given = T.alloc_fragment(r.value.shape, r.value_io.dtype)
     T.wgmma_gemm(r.state_io, tiles.k[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     start = take_powers(r.value, tiles.powers, slot, START)
-    for i, j in T.Parallel(*r.value.shape):
-        given[i, j] = tiles.x[slot, j, i]
+    given = take_transposed(tiles.x, slot)
     wait_for_values(r, 0)
     for i, j in T.Parallel(*r.value.shape):
-        r.value_io[i, j] = T.cast(T.cast(given[i, j], "float32") - r.value[i, j] * start[i, j], r.value_io.dtype)
+        r.value_io[i, j] = T.cast(T.cast(given[j, i], "float32") - r.value[i, j] * start[i, j], r.value_io.dtype)
 
 
 @T.macro
@@ -149,9 +155,10 @@ def take_gradients(r, tiles, slot):
     """last dS^T + (dO^T diag(query)) Q - (dX^T diag(start)) K."""
     given = T.alloc_fragment(r.value.shape, r.value_io.dtype)
     taken = T.alloc_fragment(r.value.shape, r.value_io.dtype)
+    d_o = take_transposed(tiles.x, slot)
     query = take_powers(r.value, tiles.powers, slot, QUERY)
     for i, j in T.Parallel(*r.value.shape):
-        given[i, j] = T.cast(T.cast(tiles.x[slot, j, i], "float32") * query[i, j], given.dtype)
+        given[i, j] = T.cast(T.cast(d_o[j, i], "float32") * query[i, j], given.dtype)
     decay_state(r, tiles, slot)
     T.wgmma_gemm(given, tiles.q[slot, :, :], r.state, policy=T.BY_ROWS)
     start = take_powers(r.value, tiles.powers, slot, START)

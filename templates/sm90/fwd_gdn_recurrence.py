@@ -38,6 +38,7 @@ from kda_tl.templates.sm90.recurrence import (
     RecurrenceConfig,
     load_lower,
     load_values,
+    take_transposed,
 )
 
 INPUTS = {
@@ -133,14 +134,12 @@ def issue_values(z, r, tiles, group, slot):
 @T.macro
 def finish_values(z, r, tiles, group, slot):
     """What the inverse is multiplied with, rounded."""
-    given = T.alloc_fragment(r.value.shape, z.io)
     start = take_powers(r.value, tiles.powers, slot, START)
-    for i, j in T.Parallel(*r.value.shape):
-        given[i, j] = tiles.v[group][slot, j, i]
+    given = take_transposed(tiles.v[group], slot)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.value.shape):
-        r.value_io[i, j] = T.cast(T.cast(given[i, j], "float32") - r.value[i, j] * start[i, j], z.io)
+        r.value_io[i, j] = T.cast(T.cast(given[j, i], "float32") - r.value[i, j] * start[i, j], z.io)
 
 
 @T.macro

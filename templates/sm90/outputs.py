@@ -44,6 +44,7 @@ from kda_tl.templates.sm90.recurrence import (
     finish_values,
     issue_transposed,
     layout_lower,
+    layout_values,
     load_lower,
     load_parts,
     load_values,
@@ -336,7 +337,7 @@ def recur(z, load_state, i_block, blocks, x):
     first_empty = T.alloc_barrier(arrive_count=[config.consumers] * stages)
     rest_empty = first_empty if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * rest_stages)
     thread = T.get_thread_binding()
-    T.annotate_layout(layout_lower(found["A"], found["Aqk"]))
+    T.annotate_layout(layout_lower(found["A"], found["Aqk"]) | layout_values(*v_shared))
     store_constants([found["A"], found["Aqk"]], found.get("identity"))
 
     tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o and h one a warpgroup

@@ -133,6 +133,40 @@ def layout_lower(*tiles: Any) -> dict[Any, Any]:
     return {tile: make_half_bank_swizzled_layout(tile) for tile in tiles}
 
 
+def layout_values(*tiles: Any) -> dict[Any, Any]:
+    """Layouts of tiles ``[stages, BT, 64]`` whose rows no two of eight meet in a bank, as products take them too."""
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    return {tile: make_full_bank_swizzled_layout(tile) for tile in tiles}
+
+
+@T.macro
+def take_transposed(tile, slot):
+    """What a slot holds ``[BT, BV]``, to the registers that hold its transpose ``[BV, BT]`` as a product's result.
+
+    One ldmatrix for 16 rows. TileLang 0.1.15's ``T.copy`` makes none from a slot of a ring, since LowerLDSM ignores
+    where the region starts; ``T.ptx_ldmatrix`` leaves the pointer to a fragment with a layout as it was.
+    """
+    from tilelang.layout import Fragment
+
+    taken = T.alloc_fragment(tile.shape[1:], tile.dtype)
+    layout = Fragment(
+        taken.shape,
+        forward_thread_fn=lambda j, i: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
+        forward_index_fn=lambda j, i: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
+    )
+    T.annotate_layout({taken: layout})
+    lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() % (2 * tile.shape[2]) // 32
+    for n in T.unroll(tile.shape[1] // 16):
+        T.call_extern(
+            "handle",
+            "tl::ptx_ldmatrix_x4_trans",
+            T.address_of(tile[slot, n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane // 8 % 2 * 8]),
+            T.address_of(taken[n * 16 + lane % 4 * 2, warp * 16 + lane // 4]),
+        )
+    return taken
+
+
 @T.macro
 def load_lower(x, i_t, i_h, tile, slot, full):
     """A lower triangular matrix to shared memory. What lies above its left half's diagonal block is never written."""
