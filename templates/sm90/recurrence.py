@@ -144,8 +144,7 @@ def layout_values(*tiles: Any) -> dict[Any, Any]:
 def take_transposed(tile, slot):
     """What a slot holds ``[BT, BV]``, to the registers that hold its transpose ``[BV, BT]`` as a product's result.
 
-    One ldmatrix for 16 rows. TileLang 0.1.15's ``T.copy`` makes none from a slot of a ring, since LowerLDSM ignores
-    where the region starts; ``T.ptx_ldmatrix`` leaves the pointer to a fragment with a layout as it was.
+    TileLang 0.1.15 makes four instructions (ldmatrix) of the copy only if pairs of rows are side by side in registers.
     """
     from tilelang.layout import Fragment
 
