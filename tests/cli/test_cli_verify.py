@@ -301,6 +301,6 @@ def test_no_compiler_is_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.rest
 @pytest.mark.timeout(900)  # some 25 kernels of 5 to 30 s each
 def test_every_packaged_plan_compiles(run: Run) -> None:
-    """``make test`` compiles those of two workloads."""
+    """``make test`` compiles those of one workload."""
     code, out, _ = run("verify", "--gpu", "hopper", "--static", "--json")
     assert code == 0 and len(json.loads(out)["checks"]) > 100

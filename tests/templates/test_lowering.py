@@ -1,6 +1,6 @@
 """Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
 
-``make test`` draws a quarter of the stages of a plan of each pass, and of another of one pass whose K 64 does not
+``make test`` draws an eighth of the stages of a plan of each pass, and of another of one pass whose K 64 does not
 divide; the shards and ``make test-all`` take all stages, for every width of K as stored, and for three widths of V of
 each. Which three is the run's draw: all pairs would be an hour and a half of processor time.
 """
@@ -25,7 +25,7 @@ HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)
 WIDTHS_V = (*WIDTHS, 320, 416, 512)  # value channels are parted among blocks
 SAMPLES = range(3)  # widths of V for one of K
-QUARTERS = range(4)  # of a plan's stages: all of them take a minute
+EIGHTHS = range(8)  # of a plan's stages: all of them take minutes
 WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
 
 
@@ -100,21 +100,21 @@ def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.R
 
 
 @pytest.mark.rest(draws=1, per="direction")
-@pytest.mark.parametrize("quarter", QUARTERS)
+@pytest.mark.parametrize("eighth", EIGHTHS)
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("width_k", WIDTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_default_plans_lower(direction: str, width_k: int, sample: int, quarter: int, rng: random.Random) -> None:
+def test_default_plans_lower(direction: str, width_k: int, sample: int, eighth: int, rng: random.Random) -> None:
     """Stages that know no V at one of its widths: what else is another draw of the same kernel."""
     width_v = random_of_run(f"widths of V beside {width_k}, {direction}").sample(WIDTHS_V, len(SAMPLES))[sample]
-    lower_stages(direction, width_k, width_v, quarter, rng, any_v=sample == 0)
+    lower_stages(direction, width_k, width_v, eighth, rng, any_v=sample == 0)
 
 
 @pytest.mark.rest(draws=1)
-@pytest.mark.parametrize("quarter", QUARTERS)
+@pytest.mark.parametrize("eighth", EIGHTHS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_default_plans_of_an_odd_width_lower(direction: str, quarter: int, rng: random.Random) -> None:
-    lower_stages(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS), quarter, rng)
+def test_default_plans_of_an_odd_width_lower(direction: str, eighth: int, rng: random.Random) -> None:
+    lower_stages(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS), eighth, rng)
 
 
 def knows_v(stage: Stage) -> bool:
@@ -123,14 +123,14 @@ def knows_v(stage: Stage) -> bool:
 
 
 def lower_stages(
-    direction: str, width_k: int, width_v: int, quarter: int, rng: random.Random, any_v: bool = True
+    direction: str, width_k: int, width_v: int, eighth: int, rng: random.Random, any_v: bool = True
 ) -> None:
-    """Every fourth stage of a plan; widths of K and V as stored; without any_v only stages that know V."""
+    """Every eighth stage of a plan; widths of K and V as stored; without any_v only stages that know V."""
     K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
     gates: Problem = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), direction=direction)
     problem = Problem(**{**vars(gates), "scalar_gate": False, "rank": 1})
     plan = default_plan(problem, HOPPER)
     case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
     pairs = [(stage, config) for name, config in plan.stages if (stage := templates.load(name)).tensors_of(problem)[1]]
-    for stage, config in [(stage, config) for stage, config in pairs if any_v or knows_v(stage)][quarter::4]:
+    for stage, config in [(stage, config) for stage, config in pairs if any_v or knows_v(stage)][eighth::8]:
         assert "__global__" in generate_source(stage, case, config), (problem.key, stage.name)
