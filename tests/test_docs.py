@@ -138,6 +138,7 @@ def test_the_examples_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @needs_compiler
+@pytest.mark.rest
 def test_the_examples_of_serving_run() -> None:
     """One after the other: later ones take names of earlier ones."""
     names: dict[str, Any] = {}

@@ -70,7 +70,7 @@ def assert_fact(name: str, output: str) -> None:
     assert output
 
 
-@pytest.mark.rest(draws=2)
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_runs(path: Path, tmp_path: Path) -> None:
     done = run(tmp_path, *(("-c", WITH_STUB) if path.stem == "fla_model" else ()), str(path))

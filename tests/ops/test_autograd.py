@@ -112,6 +112,7 @@ def test_errors_are_judged_by_terms_that_cancel(seed: int) -> None:
         assert error == pytest.approx(0.1 * min(1.0, ratio))
 
 
+@pytest.mark.rest(draws=3)
 @pytest.mark.parametrize("T", (1, 15, 63, 64, 65, 130))
 def test_lengths(T: int, seed: int) -> None:
     assert_right(draw_call(SMALL, (T,), seed, varlen=False))
@@ -121,7 +122,7 @@ def test_batches(seed: int) -> None:
     assert_right(draw_call(SMALL, (70, 70, 70), seed, varlen=False), batch=3)
 
 
-@pytest.mark.rest(draws=2)
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
 def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
@@ -136,7 +137,7 @@ def test_chunk_sizes(chunk_size: int, seed: int) -> None:
     assert_right(draw_call(SMALL, (20, 0, 1, 70), seed), chunk_size=chunk_size)
 
 
-@pytest.mark.rest(draws=3)
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed")])
 def test_gates_at_their_limits(kind: str, seed: int) -> None:
     """Finite everywhere, and right where a gradient is not lost among larger ones of its tensor."""

@@ -49,7 +49,7 @@ EMULATED = {
 
 
 @pytest.mark.skipif(find_compiler(cpu_device()) is None, reason="no C++ compiler: install g++ or clang++")
-@pytest.mark.rest(draws=1, per="name")
+@pytest.mark.rest(draws=3)
 @pytest.mark.parametrize(("H", "HV"), [(3, 6), (5, 5)], ids=["shared", "odd"])
 @pytest.mark.parametrize("name", EMULATED)
 def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: int) -> None:

@@ -92,7 +92,7 @@ def test_kernels_ignore_what_their_stage_does_not_name(name: str, kind: str, rng
 NAMED = [(name, field) for name, stage in STAGES.items() for field in stage.depends]
 
 
-@pytest.mark.rest(draws=1)
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "field"), NAMED, ids=[f"{name}-{field}" for name, field in NAMED])
 def test_kernels_depend_on_what_their_stage_names(name: str, field: str, rng: random.Random) -> None:
     stage = STAGES[name]
