@@ -140,8 +140,8 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_chunks(plan: Mapping[str, Any]) -> str:
-    """Chunk sizes of a stored plan, and whether it has results kept."""
-    return f"{plan['BT']}/{plan['BC']}" + (" kept" if plan.get("kept") else "")
+    """Chunk sizes of a stored plan, if it has chunks, and whether it has results kept."""
+    return (f"{plan['BT']}/{plan['BC']}" if plan["BT"] else "") + (" kept" if plan.get("kept") else "")
 
 
 def format_us(us: float | None) -> str:

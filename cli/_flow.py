@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from kda_tl.bench.workloads import Workload
 from kda_tl.cli._console import ExitCode, Terminal, format_bytes, make_table
 from kda_tl.cli._options import SHOWN_WORKLOAD
-from kda_tl.cli._problem import read_one_workload
+from kda_tl.cli._problem import read_one_workload, require_pass
 from kda_tl.cli._target import find_one_known
 from kda_tl.core.device import Device
-from kda_tl.core.layout import make_layout
 from kda_tl.core.stage import Case, Plan
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.kernel import Slot
@@ -51,8 +48,9 @@ class Drawing:
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Draws the pipeline for one workload, in the pass that the pipeline computes."""
     device = find_one_known(args.gpu or "auto", terminal)
-    workload = read_one_workload(args, [SHOWN_WORKLOAD[device.kind]])
-    workload = replace(workload, direction=require_pipeline(args.pipeline, ()).direction)
+    direction = require_pipeline(args.pipeline, ()).direction
+    workload = read_one_workload(args, [SHOWN_WORKLOAD[direction][device.kind]])
+    workload = require_pass(workload, direction, args.pipeline)
     plan = default_plan(workload.problem(), device, pipeline=args.pipeline)
     drawing = _draw(plan, workload, device)
     terminal.show(drawing, *_tables(drawing))
@@ -64,7 +62,7 @@ def _draw(plan: Plan, workload: Workload, device: Device) -> Drawing:
 
     pipeline, problem = PIPELINES[plan.pipeline], workload.problem()
     case = Case(problem=problem, device=device, BT=plan.BT, BC=plan.BC)
-    sizes = make_layout(workload.bounds, plan.BT, torch.device("cpu"), pipeline.segments).sizes
+    sizes = workload.declaration.sizes(workload, plan.BT, pipeline.segments)
     flow = pipeline.flow(problem)
     found: dict[str, int] = {}
     given: dict[str, int] = {}
@@ -94,8 +92,8 @@ def _draw(plan: Plan, workload: Workload, device: Device) -> Drawing:
 
 
 def _tables(drawing: Drawing) -> Iterator[Any]:
-    yield f"{drawing.pipeline} on {drawing.gpu}, chunks of {drawing.BT} tokens"
-    yield f"{drawing.problem}\n"
+    yield f"{drawing.pipeline} on {drawing.gpu}" + (f", chunks of {drawing.BT} tokens" if drawing.BT else "")
+    yield drawing.problem.replace("-", " ") + "\n"  # so that it wraps between words
     rows = [("(given)", *_columns(drawing.given), "", "")]
     for step in drawing.steps:
         columns = _columns(step.makes, drawing.residuals)

@@ -46,8 +46,9 @@ def check_compiles(
 
 def _list_jobs(subject: Subject, device: Device, static: bool) -> Iterator[CompileJob]:
     """The kernels of a plan: of its workload, and of flags that make others unless that stands for them."""
-    problem, plan = subject.workload.problem().without_lengths(), subject.plan
-    problems = dict.fromkeys(replace(problem, **variant.flags) for variant in subject.variants)  # the own one first
+    workload, plan = subject.workload, subject.plan
+    own = workload.problem().without_lengths()
+    problems = dict.fromkeys([own, *(variant.problem(workload) for variant in subject.variants)])
     for each in list(problems)[: 1 if static else None]:
         case = Case(problem=each, device=device, BT=plan.BT, BC=plan.BC)
         for name, config in plan.stages:
@@ -125,7 +126,9 @@ def _run(kernels: Mapping[Any, CompileJob | HashJob], jobs: int | None, terminal
         state = "failed"
         if not isinstance(result, WorkerFailure):
             state = f"hash {result[:12]}" if isinstance(job, HashJob) else f"{result:.1f} s"
-        terminal.note(f"  {done:>3} of {len(kernels)}  {job.stage.name:<10} BT={job.case.BT:<2} {state}")
+        terminal.note(
+            f"  {done:>3} of {len(kernels)}  {job.stage.name:<10} {f'BT={job.case.BT:<2} ' * (job.case.BT > 0)}{state}"
+        )
     return results
 
 

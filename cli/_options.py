@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kda_tl import templates
-from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES
+from kda_tl.core.problem import BETAS, DTYPES, GATES, PASSES
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES
 
 # Seconds a workload: the tag cpu then takes under three minutes, the tag tune on a GPU under 50.
 TIMEOUT_S = {"cpu": 75, "cuda": 120}
-SHOWN_WORKLOAD = {"cpu": "cpu-safe-K32", "cuda": "safe-T8192-H32"}  # by kind of device, of `source` and `--pipeline`
+SHOWN_WORKLOAD = {  # of `source` and `show --pipeline`, by pass and kind of device
+    "fwd": {"cpu": "cpu-safe-K32", "cuda": "safe-T8192-H32"},
+    "bwd": {"cpu": "train-cpu-safe-K32", "cuda": "train-T8192-H32"},
+    "step": {"cpu": "kda-decode-cpu", "cuda": "kda-decode-B32-fp32"},
+}
 
 
 class Option(NamedTuple):
@@ -49,7 +53,7 @@ NUMBERS = (
     _value("--value-heads", "HV", "value heads, a multiple of the heads", type=int, dest="HV"),
     _value("--K", None, "key head dimension (128)", type=int),
     _value("--V", None, "value head dimension (128)", type=int),
-    _value("--tokens", "N", "tokens of all sequences", type=int),
+    _value("--tokens", "N", "tokens of all sequences (one each, of recurrent operators)", type=int),
     _value("--sequences", "N", "number of sequences (1)", type=int),
     _value("--longest", "N", "tokens of the longest packed sequence", type=int),
     _flag("--varlen", "sequences are packed", default=None),
@@ -58,9 +62,22 @@ NUMBERS = (
     _value("--beta", None, "step size (sigmoid)", choices=BETAS),
     _flag("--initial-state", "there is a state before the first token", default=None),
     _flag("--state-v-first", "states are [V, K]", default=None),
-    _value("--pass", None, "forward or backward (fwd)", choices=DIRECTIONS, dest="direction"),
+    _value("--state-dtype", None, "element type of a recurrent operator's states (fp32)", choices=DTYPES),
+    _value(
+        "--state-use",
+        "HOW",
+        "where a recurrent operator's states are: pool (in slots, in place), columns (a slot a token), verify (nothing"
+        " goes to the slots) or rows (given and returned) (pool)",
+    ),
+    _value(
+        "--pass",
+        None,
+        "forward, backward, or step, the only one of recurrent operators (fwd)",
+        choices=PASSES,
+        dest="direction",
+    ),
 )
-NOT_IN_KEYS = ("--sequences", "--beta", "--initial-state", "--state-v-first")  # any plan serves any of these
+NOT_IN_KEYS = ("--sequences", "--beta", "--initial-state", "--state-use")  # keys of plans do not have these
 
 
 def _problem(
@@ -162,7 +179,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "source": (
         _value("stage", "STAGE", f"one of {', '.join(templates.names())}"),
         _GPU,
-        *_problem(" or ".join(f"{name} ({kind})" for kind, name in SHOWN_WORKLOAD.items())),
+        *_problem("a usual one of the stage's pass"),
         _value("--config", "FIELD=VALUE", "change the plan's config", nargs="+", action="extend"),
         _value("--BT", None, "tokens a chunk (default: the plan's)", type=int, choices=sorted(BT_CHOICES)),
         _value("--BC", None, "tokens a sub-chunk (default: the plan's)", type=int, choices=sorted(BC_CHOICES)),

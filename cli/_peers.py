@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -15,8 +18,19 @@ from kda_tl.bench.workloads import Workload
 from kda_tl.errors import UnsupportedError
 from kda_tl.reference import activate_beta, activate_gate, l2norm
 
-# takes the arguments of our operator by name, returns o, the final state or None, and what else there is
-Operator = Callable[[Mapping[str, Any]], tuple[Any, ...]]
+Inputs = Mapping[str, Any]  # the arguments of our operator by name
+# takes these, returns o, the final state or None, and what else there is
+Operator = Callable[[Inputs], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation that is timed: ``prepare``, which is not, makes of our arguments what it is called with."""
+
+    call: Operator
+    prepare: Callable[[Inputs], Inputs] = dict
+
+
 # name of a version: module, package; Triton compiles FLA's kernels
 VERSIONS = {
     "fla": ("fla", "flash-linear-attention"),
@@ -25,20 +39,20 @@ VERSIONS = {
 }
 
 
-def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Operator], dict[str, str]]:
+def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Peer], dict[str, str]]:
     """The peers that can be imported and serve this workload on a device, and why the others are left out."""
-    operators: dict[str, Operator] = {}
+    peers: dict[str, Peer] = {}
     left_out: dict[str, str] = {}
     for name, make in (("fla", _make_fla), ("cudnn", _make_cudnn)):
         try:
-            operators[name] = make(workload, where)
+            peers[name] = make(workload, where)
         except ImportError as error:
             left_out[name] = f"not importable here ({error})"
         except UnsupportedError as error:
             left_out[name] = str(error)
         except Exception as error:  # a broken installation raises whatever it likes while it is imported
             left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return operators, left_out
+    return peers, left_out
 
 
 def find_versions() -> dict[str, str]:
@@ -51,23 +65,38 @@ def find_versions() -> dict[str, str]:
     return versions
 
 
-def _make_fla(workload: Workload, where: torch.device) -> Operator:
+def _make_fla(workload: Workload, where: torch.device) -> Peer:
     """FLA's function that our operator stands in for: the same names and shapes."""
-    function = getattr(importlib.import_module(workload.declaration.fla.module), workload.operator)
+    entry = workload.declaration.fla
+    function = getattr(importlib.import_module(entry.module), entry.name or workload.operator)
     if where.type != "cuda":
         raise UnsupportedError("its Triton kernels need a GPU")
-
-    def call(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        bounds = {name: inputs[name].long() for name in ("cu_seqlens", "cu_seqlens_cpu") if name in inputs}
-        o, ht = function(**{**inputs, **bounds})
-        return o, ht
-
-    return call
+    return Peer(lambda inputs: tuple(function(**inputs)), functools.partial(_prepare_for_fla, function))
 
 
-def _make_cudnn(workload: Workload, where: torch.device) -> Operator:
+def _prepare_for_fla(function: Callable[..., Any], inputs: Inputs) -> Inputs:
+    """Bounds of 64 bits, and no argument that FLA lacks and that is not used; states of slots as FLA takes them.
+
+    That is in rows, a state a sequence, unless it takes slots: those of several tokens only with a slot for each.
+    """
+    known, slots = inspect.signature(function).parameters, inputs.get("ssm_state_indices")
+    bounds = {name: inputs[name].long() for name in ("cu_seqlens", "cu_seqlens_cpu") if name in inputs}
+    given = {**inputs, **bounds}
+    if inputs.get("intermediate_states") is not None:
+        raise UnsupportedError("it keeps no states of each token but in slots")
+    if slots is not None and ("ssm_state_indices" not in known or (slots.dim() == 1 and inputs["q"].shape[1] > 1)):
+        if slots.dim() == 2:
+            raise UnsupportedError("it takes no slots")
+        given |= {"initial_state": inputs["initial_state"][slots.long()], "output_final_state": True}
+        given |= {"ssm_state_indices": None, "inplace_final_state": False}
+    return {name: x for name, x in given.items() if name in known or (x is not None and x is not False)}
+
+
+def _make_cudnn(workload: Workload, where: torch.device) -> Peer:
     """cuDNN frontend 1.32 ``cudnn.linear_attention.kimi_delta_attention``: tokens packed, states [V, K]."""
     module = importlib.import_module("cudnn.linear_attention")
+    if workload.direction == "step":
+        raise UnsupportedError("it has no recurrent operator")
     if workload.declaration.scalar_gate:
         raise UnsupportedError("its kernels take one gate a channel")
     if where.type != "cuda":
@@ -85,7 +114,7 @@ def _make_cudnn(workload: Workload, where: torch.device) -> Operator:
         o, ht = module.kimi_delta_attention(*packed, bounds, output_final_state=True, **options)
         return o.view(inputs["v"].shape), ht
 
-    return call
+    return Peer(call)
 
 
 def _activate_inside(inputs: Mapping[str, Any], workload: Workload) -> tuple[Mapping[str, Any], dict[str, Any]]:

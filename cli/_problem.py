@@ -46,26 +46,24 @@ def read_workloads(args: argparse.Namespace, default: Sequence[str] = ()) -> tup
     given = read_numbers(args)
     if args.workload or (default and not given):
         workloads = select(args.workload or default)
-        changed = tuple(dict.fromkeys(change_workload(w, given) for w in workloads)) if given else workloads
-        return _require_served(args, changed)
-    missing = [option for option, number in (("--heads", "H"), ("--tokens", "tokens")) if number not in given]
+        return tuple(dict.fromkeys(change_workload(w, given) for w in workloads)) if given else workloads
+    if default:
+        given = {"operator": select(default)[0].operator} | given
+    needed = {"--heads": "H"} if _find_length(given) else {"--heads": "H", "--tokens": "tokens"}
+    missing = [option for option, number in needed.items() if number not in given]
     if missing:
         raise InputError(
             f"say which problem: name one with --workload (`kda-tl show --workloads` lists them), or describe it, "
             f"{' and '.join(missing)} missing."
         )
-    return _require_served(args, (change_workload(Workload(name="described", T=1, H=1), given),))
+    return (change_workload(Workload(name="described", T=_find_length(given) or 1, H=1), given),)
 
 
-def _require_served(args: argparse.Namespace, workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
-    """The workloads. Raises InputError if a command measures or builds, and one is of a recurrent operator."""
-    step = next((workload for workload in workloads if workload.direction == "step"), None)
-    if step is not None and args.command not in ("show", "explain"):
-        raise InputError(
-            f"{step.name} is of a recurrent operator, which `kda-tl {args.command}` does not serve yet:"
-            " `kda-tl explain` says which plan it runs."
-        )
-    return workloads
+def _find_length(given: Mapping[str, Any]) -> int | None:
+    """Tokens of a sequence that need not be given."""
+    from kda_tl.ops import find_declaration
+
+    return find_declaration(given.get("operator", "chunk_kda")).length
 
 
 def read_one_workload(args: argparse.Namespace, default: Sequence[str] = ()) -> Workload:
@@ -75,6 +73,19 @@ def read_one_workload(args: argparse.Namespace, default: Sequence[str] = ()) -> 
         some = ", ".join(w.name for w in workloads[:3])
         raise InputError(f"`kda-tl {args.command}` takes one workload, not {len(workloads)}: pass one of {some}, ...")
     return workloads[0]
+
+
+def require_pass(workload: Workload, direction: str, what: str) -> Workload:
+    """The workload in the pass that a stage or a pipeline, ``what``, is of.
+
+    Raises InputError if its operator has no such pass.
+    """
+    if direction not in workload.declaration.directions:
+        raise InputError(
+            f"{what} is of the pass {direction}, which {workload.operator} does not have: name another operator with"
+            " --operator, or a workload of one."
+        )
+    return replace(workload, direction=direction)
 
 
 def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
@@ -95,12 +106,17 @@ def change_workload(workload: Workload, given: Mapping[str, Any]) -> Workload:
         changes.setdefault("direction", operator.directions[0])
     if workload.state_use not in operator.state_uses:
         changes.setdefault("state_use", operator.state_uses[0])
+    if workload.state_dtype not in operator.state_dtypes:
+        changes.setdefault("state_dtype", operator.state_dtypes[0])
     if changes.get("gate", workload.gate) != workload.gate:  # the decay that workloads of this gate have
         changes["decay"] = "slow" if changes["gate"] == "softplus" else "steep"
     if not given.keys().isdisjoint(_SHAPE):
+        before = len(workload.bounds) - 1
+        sequences = given.get("sequences", before)
+        kept = workload.tokens if operator.length is None else sequences * workload.tokens // before  # lengths stay
         changes |= _cut_tokens(
-            given.get("tokens", workload.tokens),
-            given.get("sequences", len(workload.bounds) - 1),
+            given.get("tokens", kept),
+            sequences,
             given.get("longest"),
             packed=bool(workload.lengths) or "varlen" in given,
         )

@@ -133,7 +133,7 @@ class TuneProgress:
             found = f"{'nothing valid' if trials else 'default kept'}, {result.search.stopped_because}"
         self.done += 1
         number = f"{self.done}/{self.of}" if self.of else ""
-        variant = f"{result.variant.BT:>2}/{result.variant.BC:<2}"
+        variant = _format_sizes(result.variant)
         many = "trials" if len(trials) != 1 else "trial "
         self._write(f"  {number:>5} {result.stage:<10} {variant} {len(trials):>4} {many}  {found}")
         reasons = {**self.reasons, "rejected": Counter(result.rejected)}
@@ -237,9 +237,14 @@ def _sum_up(reasons: Mapping[str, int] | None) -> str:
     return f"{many}: {one_line(max(reasons, key=lambda reason: reasons[reason]))}"
 
 
+def _format_sizes(chunks: Plan | events.ChunkVariant) -> str:
+    """Chunk sizes, aligned; nothing where there are no chunks."""
+    return f"{chunks.BT:>2}/{chunks.BC:<2}" if chunks.BT else ""
+
+
 def _format_plan(result: Evaluation[Plan]) -> str:
     plan, outcome = result.config, result.outcome
-    name = f"{plan.pipeline} {plan.BT:>2}/{plan.BC:<2}{' kept' if plan.kept else ''}"
+    name = " ".join(filter(None, (plan.pipeline, _format_sizes(plan)))) + " kept" * plan.kept
     if outcome.status != "ok":
         return f"{name}  {FAILURES.get(outcome.status, outcome.status)}: {one_line(outcome.reason)}"
     error = outcome.check.get("max_rel_err")

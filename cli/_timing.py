@@ -18,11 +18,10 @@ from kda_tl.bench.timing import cuda_graph, summarise, time_host, time_interleav
 from kda_tl.bench.workloads import Workload
 from kda_tl.cli._call import make_step
 from kda_tl.cli._console import one_line
-from kda_tl.cli._peers import Operator, find_peers
+from kda_tl.cli._peers import Peer, find_peers
 from kda_tl.cli._report import OURS, CallRow, Ceilings, Result, Row
 from kda_tl.core.device import Device
 from kda_tl.core.dtypes import TORCH_DTYPE
-from kda_tl.core.layout import make_layout
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Cost, Stage
 from kda_tl.errors import CompileError
@@ -73,7 +72,7 @@ def bench_workload(workload: Workload, settings: Settings) -> Result:
     return Result(
         workload=workload.name,
         problem=workload.problem().key,
-        plan=f"{program.plan.pipeline} BT={program.plan.BT} BC={program.plan.BC}",
+        plan=program.plan.label.replace(",", ""),
         step=choice.step,
         stages=stages,
         calls=calls,
@@ -115,9 +114,9 @@ def _time_calls(
 ) -> tuple[tuple[CallRow, ...], Mapping[str, str]]:
     """The operator and its peers, round by round in turns; of a backward, whole steps with the forward before it."""
     device, where = settings.device, torch_device(settings.device)
-    operators: dict[str, Operator] = {OURS: lambda given: workload.declaration.call(**given)}
+    ours = {OURS: Peer(lambda given: workload.declaration.call(**given))}
     peers, left_out = find_peers(workload, where) if settings.peers else ({}, {})
-    calls, outputs, refused = _try_operators(operators | peers, workload.inputs(where), workload)
+    calls, outputs, refused = _try_peers(ours | peers, workload.inputs(where), workload)
     graphs = {name: graph for name, call in calls.items() if (graph := _capture(call, device))}
 
     def time_all(launches: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, float]]:
@@ -145,18 +144,21 @@ def _time_calls(
     return tuple(rows), left_out | refused
 
 
-def _try_operators(
-    operators: Mapping[str, Operator], inputs: Mapping[str, Any], workload: Workload
+def _try_peers(
+    peers: Mapping[str, Peer], inputs: Mapping[str, Any], workload: Workload
 ) -> tuple[dict[str, Call], dict[str, torch.Tensor], dict[str, str]]:
-    """Calls to time, what each computes, and of a peer that refuses the problem, why."""
+    """Calls to time, what each computes, and of a peer that refuses the problem, why. Each has states of its own."""
     calls: dict[str, Call] = {}
     outputs: dict[str, torch.Tensor] = {}
     refused: dict[str, str] = {}
-    for name, operator in operators.items():
+    for name, peer in peers.items():
+        written = [each for each in workload.declaration.written if inputs.get(each) is not None]
+        own = {**inputs, **{each: inputs[each].clone() for each in written}}
         try:
-            call: Call = functools.partial(operator, inputs)
+            given = peer.prepare(own)
+            call: Call = functools.partial(peer.call, given)
             if workload.direction == "bwd":
-                call = make_step(operator, inputs, find_operator(workload.operator).tensors)
+                call = make_step(peer.call, given, find_operator(workload.operator).tensors)
             outputs[name] = call()[0]
             calls[name] = call
         except Exception as error:  # peers refuse however they like
@@ -167,17 +169,24 @@ def _try_operators(
 
 
 def _least_cost(workload: Workload, program: Program, device: Device) -> Cost:
-    """Inputs in and outputs out once, for each pass of a call; the FLOPs are those of the stages."""
+    """Inputs in and outputs out once, for each pass of a call; the FLOPs are those of the stages.
+
+    A pass of one stage has no intermediates, and must move what that stage must.
+    """
     problem = workload.problem()
     passes: dict[Problem, Program | None] = {problem: program}
     if problem.direction == "bwd":
         forward = replace(problem, direction="fwd")
         passes[forward] = load_program(forward, device)[1]
-    flops = 0
-    for each in filter(None, passes.values()):
-        sizes = make_layout(workload.bounds, each.plan.BT, torch.device("cpu"), each.pipeline.segments).sizes
-        flops += sum(kernel.stage.cost(kernel.case, sizes).flops for kernel in each.kernels.values())
-    return Cost(bytes=sum(map(call_bytes, passes)), flops=flops)
+    moved = flops = 0
+    for posed, each in passes.items():
+        costs: list[Cost] = []
+        if each is not None:
+            sizes = workload.declaration.sizes(workload, each.plan.BT, each.pipeline.segments)
+            costs = [kernel.stage.cost(kernel.case, sizes) for kernel in each.kernels.values()]
+        flops += sum(cost.flops for cost in costs)
+        moved += costs[0].bytes if len(costs) == 1 else call_bytes(posed)
+    return Cost(bytes=moved, flops=flops)
 
 
 def call_bytes(problem: Problem) -> int:

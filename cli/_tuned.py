@@ -30,7 +30,7 @@ from kda_tl.runtime.dispatch import select_cached
 from kda_tl.tune.events import StageResult, TuneReport, WorkloadReport
 
 # The recurrence walks token by token in float64; autograd keeps two states a token, 17 MB for 64 heads of 128 by 128.
-CHECKED_TOKENS = {"fwd": 2048, "bwd": PLAN_CHECK_TOKENS}
+CHECKED_TOKENS = {"fwd": 2048, "bwd": PLAN_CHECK_TOKENS, "step": PLAN_CHECK_TOKENS}
 ROUNDS = 5
 
 
@@ -122,9 +122,9 @@ def _tables(report: TuneReport, served: Mapping[str, Served]) -> Iterator[Any]:
         yield _stage_table(stages)
     if served:
         called = ", ".join(dict.fromkeys(found.workload.operator for found in report.workloads))
-        right = ("BT/BC", called, "default", "gain", "error")
+        right = ("BT/BC", "call", "default", "gain", "error")
         yield make_table("workload", "pipeline", *right, right=right, rows=_served_rows(report, served))
-        yield f"error: of {called}, relative to the float64 recurrence."
+        yield f"call: the time of {called}. error: relative to the float64 recurrence."
         if any(s.is_default for s in served.values()):
             yield "same plan: nothing beat the default in the contest of plans, so the stored record names it."
         yield from _explain_noise(report, served)
@@ -159,7 +159,7 @@ def _stage_table(stages: Sequence[StageResult]) -> Any:
     rows = [
         (
             stage.stage,
-            f"{stage.variant.BT}/{stage.variant.BC}",
+            format_chunks(vars(stage.variant)),
             format_us(stage.median_us),
             format_us(stage.default_us),
             format_ratio(stage.ratio),

@@ -146,8 +146,10 @@ def describe(built_for: Any) -> str:
     words += [str(problem[name]) for name in ("dtype", "gate") if problem.get(name)]
     if problem.get("g_dtype") not in (None, problem.get("dtype")):
         words.append(f"g-{problem['g_dtype']}")
-    states = {"initial_state": "h0", "final_state": "ht"}
+    states = {"initial_state": "h0", "final_state": "ht", "state_v_first": "vk"}
     words += [short for name, short in states.items() if problem.get(name)]
+    if "state_dtype" in problem:  # of a recurrent operator; what is given and what is written tell its calls apart
+        words += [f"states-{problem['state_dtype']}", *(name for name in problem["options"] if name[:4] != "has_")]
     if built_for.get("BT"):
         words.append(f"{built_for['BT']}/{built_for.get('BC', '')}")
     return " ".join(words)

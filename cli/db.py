@@ -9,7 +9,7 @@ from kda_tl.cli._target import load_directory
 from kda_tl.database.file import Document
 from kda_tl.database.store import Entry, export, sources, validate, writable_directory
 from kda_tl.errors import InputError
-from kda_tl.ops import load_all
+from kda_tl.ops import load_declarations
 from kda_tl.runtime.dispatch import parse_plan
 
 
@@ -28,7 +28,7 @@ def _validate(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def find_plan_problem(document: Document, entry: Entry) -> str:
     """Why a plan cannot run what it is stored for, with the templates as they are now; empty if it can."""
-    if document.operator not in load_all():
+    if document.operator not in load_declarations():
         return f"there is no operator {document.operator!r}"
     try:
         parse_plan(entry.plan, entry.key.problem(document.operator, document.direction), document.gpu.as_device())

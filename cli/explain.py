@@ -12,12 +12,15 @@ from kda_tl.cli._target import find_one_known, open_database
 from kda_tl.core.device import Device, cpu_device, current_device
 from kda_tl.core.problem import Problem
 from kda_tl.database.store import sources
+from kda_tl.errors import InputError
 from kda_tl.runtime.dispatch import PlanSelection, select_cached, select_plan
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Resolves the plan of each workload and shows it, with an empty line between two."""
     workloads = read_workloads(args)
+    if args.chunk_size and (step := next((w for w in workloads if not w.problem().chunked), None)):
+        raise InputError(f"{step.operator} takes tokens one by one, without chunks: leave --chunk-size out.")
     device = find_one_known(args.gpu, terminal)
     with open_database(args.db):
         choices = {workload: choose_for(workload.problem(), device, args.chunk_size) for workload in workloads}

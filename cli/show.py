@@ -13,7 +13,7 @@ from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error,
 from kda_tl.cli._problem import read_numbers, read_workloads
 from kda_tl.cli._target import find_known, load_directory
 from kda_tl.database.lookup import TuningFile
-from kda_tl.database.records import Key, round_heads, round_tokens
+from kda_tl.database.records import Key, round_heads
 from kda_tl.database.store import Database, Entry, sources, stale_stages
 
 
@@ -73,6 +73,8 @@ def _make_filter(args: argparse.Namespace) -> Callable[[Row], bool]:
 def _has_numbers(file: TuningFile, key: Key, given: Mapping[str, Any]) -> bool:
     """Whether a key is of problems with some numbers; heads and tokens are those of its buckets."""
     told = {"operator": file.operator, "direction": file.direction, **key._asdict()}
+    if not key.recurrent:
+        del told["state_v_first"]  # such plans serve both
     wanted: dict[str, Any] = {name: value for name, value in given.items() if name in told}
     if heads := given.get("HV", given.get("H", 0) * key.group):
         wanted["heads_bucket"] = round_heads(heads)
@@ -80,7 +82,7 @@ def _has_numbers(file: TuningFile, key: Key, given: Mapping[str, Any]) -> bool:
         wanted["group"] = given["HV"] / given["H"]
     for name, bucket in (("tokens", "tokens_bucket"), ("longest", "longest_bucket")):
         if name in given:
-            wanted[bucket] = round_tokens(given[name])
+            wanted[bucket] = key.round(given[name])
     return all(told[name] == value for name, value in wanted.items())
 
 
@@ -100,7 +102,8 @@ def _tables(rows: Sequence[Row]) -> Iterator[Any]:
     for _, group in itertools.groupby(rows, lambda row: id(row.file)):
         first, *_ = mine = list(group)
         yield f"{first.file.gpu.slug}  {first.file.operator} {first.file.direction}  ({first.database.name})"
-        columns = ("KxV, type, gate, heads, tokens", "plan", *right, "")
+        states = ", states" if first.entry.key.recurrent else ""
+        columns = (f"KxV, type, gate, heads, tokens{states}", "plan", *right, "")
         yield make_table(*columns, right=right, rows=map(_cells, mine))
         yield f"{first.file.path}\n"
 
@@ -109,7 +112,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     entry = row.entry
     return (
         format_key(entry.key),
-        f"{entry.plan['pipeline']} {format_chunks(entry.plan)}",
+        f"{entry.plan['pipeline']} {format_chunks(entry.plan)}".rstrip(),
         format_us(entry.time_us.median),
         format_ratio(entry.vs_default.ratio),
         format_error(entry.check.max_rel_err),
@@ -118,13 +121,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def format_key(key: Key) -> str:
-    """The key as short as it can be told: ``128x128 bf16 safe h32 t8192``."""
+    """The key as short as it can be told: ``128x128 bf16 safe h32 t8192``; of a step ``... fp32 vk updates``, too."""
     parts = {
         f"{key.K}x{key.V} {key.dtype} {key.gate}": True,
         f"g{key.group}": key.group > 1,
         f"h{key.heads_bucket} t{key.tokens_bucket}": True,
         "packed": key.varlen,
         f"max{key.longest_bucket}": key.longest_bucket != key.tokens_bucket,
+        " ".join((key.state_dtype, "vk" if key.state_v_first else "kv", *key.options)): key.recurrent,
     }
     return " ".join(part for part, told in parts.items() if told)
 

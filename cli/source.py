@@ -11,7 +11,7 @@ from kda_tl import templates
 from kda_tl.cli._binary import read_binary
 from kda_tl.cli._console import ExitCode, Terminal, make_table
 from kda_tl.cli._options import SHOWN_WORKLOAD
-from kda_tl.cli._problem import read_one_workload
+from kda_tl.cli._problem import read_one_workload, require_pass
 from kda_tl.cli._target import find_one_known, open_database
 from kda_tl.cli.explain import choose_for
 from kda_tl.core.device import Device
@@ -27,15 +27,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     asked = [what for what in ("ptx", "sass", "registers") if getattr(args, what)]
     if len(asked) > 1:
         raise InputError(f"pass one of --{' and --'.join(asked)}.")
-    from kda_tl.templates.pipelines import require_chunked
-
     stage = templates.load(args.stage)
-    require_chunked(stage.name)
     device = find_one_known(args.gpu, terminal)
-    problem = _turn(read_one_workload(args, [SHOWN_WORKLOAD[device.kind]]).problem(), stage)
+    problem = _read_problem(args, stage, device)
     with open_database(args.db):
         case, config = _choose(stage, problem, device, args)
-    terminal.note(f"{stage.name} for {problem.key} on {device.slug}, BT={case.BT}, BC={case.BC}, {config}")
+    chunks = f"BT={case.BT}, BC={case.BC}, " if problem.chunked else ""
+    terminal.note(f"{stage.name} for {problem.key} on {device.slug}, {chunks}{config}")
     values: dict[str, Any] = {"BT": case.BT, "BC": case.BC, "config": config}
     name = asked[0] if asked else "source"
     found = read_binary(name, stage, case, config) if asked else compile_stage(stage, case, config).source
@@ -50,12 +48,18 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return ExitCode.OK
 
 
-def _turn(problem: Problem, stage: Stage) -> Problem:
+def _read_problem(args: argparse.Namespace, stage: Stage, device: Device) -> Problem:
     """The problem in a pass that has the stage: its own, if it is among them."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    passes = [p.direction for p in PIPELINES.values() if stage.name in {s.name for s in p.stages}]
-    return problem if problem.direction in passes or not passes else replace(problem, direction=passes[0])
+    passes = [p.direction for p in PIPELINES.values() if stage.name in {s.name for s in p.stages}] or [*SHOWN_WORKLOAD]
+    workload = read_one_workload(args, [SHOWN_WORKLOAD[passes[0]][device.kind]])
+    problem = workload.problem()
+    if workload.direction not in passes:
+        problem = require_pass(workload, passes[0], stage.name).problem()
+    if (args.BT or args.BC) and not problem.chunked:
+        raise InputError(f"{stage.name} takes tokens one by one, without chunks: leave --BT and --BC out.")
+    return problem
 
 
 def _choose(stage: Stage, problem: Problem, device: Device, args: argparse.Namespace) -> tuple[Case, Config]:

@@ -119,10 +119,6 @@ def _require_stage(name: str | None) -> None:
     """Raises InputError unless there is a stage of that name, or none was given."""
     if name is not None and name not in templates.names():
         raise InputError(f"there is no stage {name!r}: choose one of {', '.join(templates.names())}.")
-    if name is not None:
-        from kda_tl.templates.pipelines import require_chunked
-
-        require_chunked(name)
 
 
 def _compile_only(args: argparse.Namespace, terminal: Terminal) -> int:

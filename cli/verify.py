@@ -94,8 +94,8 @@ def _check_subject(subject: Subject, device: Device) -> Iterator[Finding]:
     tolerance = plan_tolerance(w, device)
     for variant in subject.variants:
         finding = Finding(subject=subject.name, check=variant.name, passed=False, tolerance=tolerance)
-        inputs = replace(w, name=f"{w.name}-{variant.name}", **variant.shape).inputs(torch_device(device))
-        inputs = w.declaration.bare(inputs) if variant.name == "bare" else inputs
+        inputs = variant.change(w).inputs(torch_device(device))
+        inputs = w.declaration.bare(inputs) if variant.flags else inputs
         try:
             errors = _call.measure_errors(w.declaration, inputs, subject.plan, w.direction)
         except Exception as error:  # whatever breaks, the others are still to be checked
@@ -111,7 +111,9 @@ def check_speed(subject: Subject, device: Device) -> Finding:
     """Times plan and default in turns; fails if the plan is clearly slower in 2 of 3 rounds."""
     finding = Finding(subject=subject.name, check="speed", passed=True)
     workload, problem = subject.workload, subject.workload.problem()
-    if -(-workload.tokens // subject.plan.BT) * problem.HV < device.num_sms:
+    BT = subject.plan.BT
+    side_by_side = -(-workload.tokens // BT) if BT else problem.sequences
+    if side_by_side * problem.HV < device.num_sms:
         return replace(finding, detail="smaller than a wave: not gated.")
     default = default_plan(problem, device)
     if default == subject.plan:

@@ -79,7 +79,7 @@ def register() -> None:
 def list_served() -> dict[str, AnyOperator]:
     """The operators that FLA asks about, by the names of its functions."""
     operators: list[AnyOperator] = [*load_all().values(), *RECURRENT.values()]
-    return {operator.fla.name or operator.name: operator for operator in operators if operator.fla.module}
+    return {operator.fla.name or operator.name: operator for operator in operators if operator.fla.asks}
 
 
 def _import_registry(operator: AnyOperator) -> tuple[Any, Any, Any, str]:

@@ -24,8 +24,8 @@ GPUS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
 RUN = ("sm_90a",)
 
 # Heads and tokens of defaults; a packaged plan has its own. Kernels serve all of them, but long sequences of few heads
-# are cut, which takes others
-SHAPES = ((32, 1024), (8, 32768))
+# are cut, and some that fill a GPU have a backward of their own, which takes others
+SHAPES = ((32, 1024), (8, 32768), (32, 8192))
 DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
 DTYPES = ("bf16", "fp16")
 
@@ -45,6 +45,16 @@ STATES: tuple[dict[str, Any], ...] = (
     {"initial_state": True, "final_state": True},
     {"initial_state": False, "final_state": False},
 )
+# Of recurrent operators: gates computed in the kernel, states that change in place or, for drafts of four tokens, are
+# kept by token; so many sequences that a GPU is busy, or one
+STEP_GATES: tuple[dict[str, Any], ...] = (
+    {"operator": "fused_recurrent_kda", "gate": "safe", **_COMPUTED},
+    {"operator": "fused_recurrent_kda", "gate": "softplus", **_COMPUTED},
+    {"operator": "fused_recurrent_gated_delta_rule", "gate": "softplus", "scalar_gate": True, **_COMPUTED},
+)
+STEP_USES = ((1, "updates"), (4, "snapshots"))  # tokens, and what is written
+STEP_SEQUENCES = (32, 1)
+STEP_STATES = ("fp32", "bf16")
 
 
 def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> Iterator[KernelSpec]:
@@ -53,12 +63,12 @@ def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> I
     for device in devices:
         yield from _list_tuned(device, databases)
     for device in devices:
-        for direction in ("fwd", "bwd"):
-            for problem in list_problems(direction, DIMS if device.arch in RUN else DIMS[:1]):
-                try:
-                    yield from list_calls(problem, device, databases)
-                except InputError:  # the device has no room for it: such a call is refused too
-                    continue
+        dims = DIMS if device.arch in RUN else DIMS[:1]
+        for problem in (*list_problems("fwd", dims), *list_problems("bwd", dims), *list_steps()):
+            try:
+                yield from list_calls(problem, device, databases)
+            except InputError:  # the device has no room for it: such a call is refused too
+                continue
 
 
 def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Iterator[Problem]:
@@ -66,6 +76,24 @@ def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Ite
     for dtype, (K, V), (heads, tokens), gate, states in product(DTYPES, dims, SHAPES, GATES, STATES):
         shape: dict[str, Any] = {"H": heads, "HV": heads, "K": K, "V": V, "tokens": tokens, "dtype": dtype}
         yield Problem(**shape, **gate, **states, l2norm=True, direction=direction)
+
+
+def list_steps() -> Iterator[Problem]:
+    """The problems of recurrent operators whose defaults a wheel holds: all with states V first, some with K first."""
+    K, V = DIMS[0]
+    for gate, state, N, (T, written) in product(STEP_GATES, STEP_STATES, STEP_SEQUENCES, STEP_USES):
+        shape: dict[str, Any] = {
+            "H": 32,
+            "HV": 32,
+            "K": K,
+            "V": V,
+            "sequences": N,
+            "tokens": N * T,
+            "state_dtype": state,
+        }
+        shape |= {"options": ("has_g", "has_beta", "pooled", written), "l2norm": True, "initial_state": True}
+        for state_v_first in (True, False) if written == "updates" else (True,):
+            yield Problem(**shape, **gate, state_v_first=state_v_first, direction="step")
 
 
 def _list_tuned(device: Device, databases: Sequence[Database]) -> Iterator[KernelSpec]:
@@ -76,6 +104,6 @@ def _list_tuned(device: Device, databases: Sequence[Database]) -> Iterator[Kerne
                 continue
             for key, entry in file.entries.items():
                 posed = key.problem(file.operator, file.direction)
-                for states in STATES:
+                for states in STATES if posed.chunked else ({},):
                     problem = replace(posed, **states)
                     yield from list_plan(parse_plan(entry.plan, problem, device), problem, device)

@@ -76,7 +76,7 @@ def list_calls(problem: Problem, device: Device, databases: Sequence[Database]) 
             raise InputError(f"no plan runs {posed.key} on {device.slug}.")
         return plan
 
-    forward = replace(problem, direction="fwd")
+    forward = replace(problem, direction="fwd") if problem.direction == "bwd" else problem
     first = choose(forward, DEFAULT_BT if forward.intermediate_states else None)
     yield from list_plan(first, forward, device)
     if problem.direction == "bwd":

@@ -20,7 +20,7 @@ from kda_tl.runtime.nvcc import find_versions
 
 WRITE_EVERY_S = 3.0
 LOCK = ".lock"
-_OURS = re.compile(r"(?:fwd|bwd)_\w+-[0-9a-f]{32}\.(?:so|cu)(?:\.\d+\.part)?")
+_OURS = re.compile(r"(?:fwd|bwd|decode)_\w+-[0-9a-f]{32}\.(?:so|cu)(?:\.\d+\.part)?")
 
 
 class BundleWriter:

@@ -9,7 +9,8 @@ from kda_tl.errors import InputError
 DTYPES = ("bf16", "fp16", "fp32")
 GATES = ("log", "softplus", "safe")
 BETAS = ("plain", "sigmoid", "sigmoid2")
-DIRECTIONS = ("fwd", "bwd")  # of an operator of whole sequences; that of a recurrent one has the pass "step"
+DIRECTIONS = ("fwd", "bwd")  # of an operator of whole sequences
+PASSES = (*DIRECTIONS, "step")  # the last is that of a recurrent operator
 RANKS = (1, 2, 4)
 # What a call of a recurrent operator may have besides what others have; see kda_tl.templates.portable.decode_step
 OPTIONS = (
@@ -30,7 +31,7 @@ OPTIONS = (
     "unaligned",  # states do not lie on boundaries of 16 bytes
 )
 _CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "g_dtype": DTYPES, "beta_dtype": DTYPES}
-_CHOICES |= {"gate": GATES, "beta": BETAS, "direction": (*DIRECTIONS, "step"), "rank": RANKS}
+_CHOICES |= {"gate": GATES, "beta": BETAS, "direction": PASSES, "rank": RANKS}
 _CHOICES |= {"state_dtype": DTYPES}
 MAX_DIM = {"K": 256, "V": 512}  # of heads: a block has all of K, value channels are parted among blocks
 MAX_HEADS = 65535  # an axis of a launch's grid
@@ -117,6 +118,11 @@ class Problem:
     def has(self, tensor: str) -> bool:
         """Whether an operand of pipelines plays a part: those of a gate that is not computed do not."""
         return {"A_log": self.has_A_log, "dt_bias": self.has_dt_bias, "h0": self.initial_state}.get(tensor, True)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether its pass takes tokens in chunks, whose size is a choice then; a step takes them one by one."""
+        return self.direction in DIRECTIONS
 
     @property
     def group(self) -> int:

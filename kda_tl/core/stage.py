@@ -37,7 +37,7 @@ def tunable(default: Any, *choices: Any) -> Any:
 class Case:
     """What a stage's kernel is built for: a problem (kernels ignore its lengths), a device and the chunk sizes.
 
-    A chunk has BT tokens, a sub-chunk BC, which divides BT.
+    A chunk has BT tokens, a sub-chunk BC, which divides BT; both are 0 for a step, which has no chunks.
     """
 
     problem: Problem
@@ -46,6 +46,8 @@ class Case:
     BC: int
 
     def __post_init__(self) -> None:
+        if (self.BT, self.BC) == (0, 0):
+            return
         if self.BT not in BT_CHOICES or self.BC not in BC_CHOICES or self.BT % self.BC:
             raise InputError(f"BT={self.BT}, BC={self.BC}: BT must be one of {BT_CHOICES}, BC of {BC_CHOICES}.")
 
@@ -294,7 +296,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs: a pipeline by its name, tokens a chunk and a sub-chunk, and one config a stage.
+    """What runs: a pipeline by its name, tokens a chunk and a sub-chunk (0 for a step), and one config a stage.
 
     Attributes:
         stages: (stage name, config) pairs in launch order.
@@ -310,7 +312,8 @@ class Plan:
     @property
     def label(self) -> str:
         """Pipeline and chunk sizes, for people."""
-        return f"{self.pipeline}, BT={self.BT}, BC={self.BC}" + (", kept" if self.kept else "")
+        chunks = f", BT={self.BT}, BC={self.BC}" if self.BT else ""
+        return self.pipeline + chunks + (", kept" if self.kept else "")
 
     def config(self, stage: str) -> Config:
         """The config of one stage."""

@@ -32,9 +32,15 @@ def load_recurrent() -> dict[str, RecurrentOperator]:
     return RECURRENT
 
 
+@functools.cache
+def load_declarations() -> dict[str, Declaration]:
+    """The operators of both kinds by name."""
+    return {**load_all(), **load_recurrent()}
+
+
 def find_declaration(name: str) -> Declaration:
     """The operator of a name, of either kind. Raises InputError if there is none."""
-    operators: dict[str, Declaration] = {**load_all(), **load_recurrent()}
+    operators = load_declarations()
     if name not in operators:
         raise InputError(f"there is no operator {name!r}: choose one of {', '.join(operators)}.")
     return operators[name]
@@ -48,5 +54,5 @@ def _import_all() -> None:
 def find_operator(name: str) -> Operator:
     """The operator of whole sequences of a name. Raises InputError if there is none."""
     if name not in load_all():
-        raise InputError(f"there is no operator {name!r}: choose one of {', '.join((*load_all(), *load_recurrent()))}.")
+        raise InputError(f"there is no operator {name!r}: choose one of {', '.join(load_declarations())}.")
     return load_all()[name]

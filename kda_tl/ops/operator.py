@@ -44,7 +44,8 @@ class Lacking:
 class FlaEntry:
     """The function of flash-linear-attention that an operator stands in for."""
 
-    module: str  # where it is; empty if FLA asks no backend about such a function
+    module: str  # where it is
+    asks: bool = True  # whether FLA asks backends about it
     name: str = ""  # what it is called there; empty for the operator's name
     registry: str = ""  # name of the registry of backends that it shares with other functions; empty if it has its own
     # Arguments of FLA's that we do not have, and why a call that passes one is declined; empty for one that means
@@ -65,6 +66,7 @@ class Declaration:
     scalar_gate: bool  # a value head has one gate for all its key channels
     gates: tuple[str, ...]  # the gate modes that it has
     directions: tuple[str, ...]  # its passes, the usual one first
+    length: int | None = None  # tokens of a sequence that calls usually have; None if there is no such number
     state_uses: tuple[str, ...] = ("",)  # what workloads say of where states are, the usual one first
     state_dtypes: tuple[str, ...] = ("fp32",)  # that states may have
     # Fields of a workload's problem that the workload does not have itself
@@ -78,6 +80,9 @@ class Declaration:
     # Of a call and its problem, in chunks of BT tokens and so many segments: the tensors and numbers that pipelines
     # take, tokens flattened over the batch, and the sizes that kernels are launched with
     lay_out: Callable[[Args, Problem, int, int], tuple[dict[str, Any], dict[str, int]]]
+    # The sizes alone, of a workload
+    sizes: Callable[[Any, int, int], dict[str, int]]
+    written: tuple[str, ...] = ()  # arguments that a call changes in place
     # What a call computes, in float64, by the names of pipelines: o, ht and states that it changes in place
     judge: Callable[[Args], dict[str, torch.Tensor]]
     # The same of what a call returned

@@ -42,8 +42,7 @@ def draw_step(workload: Any, generator: torch.Generator, *, scalar_gate: bool, b
     Slots are drawn without order. Of a slot a token, one token or more of the last call were accepted.
     """
     w, device, options = workload, generator.device, STATE_USES[workload.state_use]
-    N, W = len(w.bounds) - 1, max(w.lengths, default=w.T) if "each_token" in options else 1
-    places = N * W + 1 if "pooled" in options else N
+    N, W, places = _count_slots(w)
     shape = (w.HV, w.V, w.K) if w.state_v_first else (w.HV, w.K, w.V)
     states = torch.randn(places, *shape, generator=generator, device=device).to(TORCH_DTYPE[w.state_dtype])
     inputs = draw_tokens(w, generator, scalar_gate=scalar_gate, bounded=bounded)
@@ -61,6 +60,28 @@ def draw_step(workload: Any, generator: torch.Generator, *, scalar_gate: bool, b
         inputs["disable_state_update"] = True
         inputs["intermediate_states"] = states.new_zeros(N, max(w.lengths, default=w.T), *shape)
     return inputs
+
+
+def _count_slots(w: Any) -> tuple[int, int, int]:
+    """Sequences, slots of each, and slots of the pool, one of which is nobody's."""
+    N, options = len(w.bounds) - 1, STATE_USES[w.state_use]
+    W = max(w.lengths, default=w.T) if "each_token" in options else 1
+    return N, W, N * W + 1 if "pooled" in options else N
+
+
+def find_sizes(workload: Any, BT: int, segments: int) -> dict[str, int]:
+    """What kernels are launched with for :func:`draw_step`, all tensors dense; there are no chunks."""
+    w, (N, W, places) = workload, _count_slots(workload)
+    values, options = w.HV * w.V, STATE_USES[w.state_use]
+    rows = {"q": w.H * w.K, "k": w.H * w.K, "v": values, "g": w.HV * w.problem().G, "beta": w.HV}
+    sizes = {"tokens": w.tokens, "N": N} | {f"{name}_row": size for name, size in rows.items()}
+    sizes |= dict.fromkeys(
+        (f"{name}_step" for name in ("bounds", "slots", "accepted", "targets", "placed", "parents")), 1
+    )
+    sizes |= {"slots_row": W, "targets_row": 1, "parents_row": 1, "pool_slots": places, "pool_row": values * w.K}
+    if "snapshots" in options:
+        sizes |= {"buffer_rows": N, "snapshot_row": max(w.lengths, default=w.T) * values * w.K}
+    return sizes
 
 
 def trim_sequences(workload: Any, tokens: int) -> Any:

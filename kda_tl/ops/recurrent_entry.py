@@ -20,7 +20,7 @@ from kda_tl.ops.draws import prepare_before
 from kda_tl.ops.operator import Args, FlaEntry
 from kda_tl.ops.recurrent import RecurrentOperator, pose
 from kda_tl.ops.recurrent_call import judge_step, lay_out, name_results, new_results, run_step
-from kda_tl.ops.recurrent_draws import STATE_USES, draw_step, find_modes, trim_sequences
+from kda_tl.ops.recurrent_draws import STATE_USES, draw_step, find_modes, find_sizes, trim_sequences
 
 Tensor = torch.Tensor
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -78,6 +78,7 @@ def _declare(function: Callable[..., Any], *, scalar_gate: bool, fla: FlaEntry) 
         scalar_gate=scalar_gate,
         gates=tuple(gate for gate in GATES if bounded or gate != "safe"),
         directions=("step",),
+        length=1,
         state_uses=tuple(STATE_USES),
         state_dtypes=DTYPES,
         modes=find_modes,
@@ -85,6 +86,8 @@ def _declare(function: Callable[..., Any], *, scalar_gate: bool, fla: FlaEntry) 
         bare=prepare_before,
         trim=trim_sequences,
         lay_out=lay_out,
+        sizes=find_sizes,
+        written=tuple(_WRITTEN),
         judge=lambda a: judge_step(RECURRENT[function.__name__], a),
         name_results=name_results,
         fla=fla,

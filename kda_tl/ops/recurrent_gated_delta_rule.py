@@ -10,7 +10,11 @@ from kda_tl.ops.recurrent_entry import publish_recurrent
 Tensor = torch.Tensor
 
 
-@publish_recurrent(scalar_gate=True, fla=FlaEntry(module=""))  # FLA 0.6.0 asks no backend about its own
+# FLA 0.6.0 asks no backend about its own
+_FLA = FlaEntry(module="fla.ops.gated_delta_rule", asks=False)
+
+
+@publish_recurrent(scalar_gate=True, fla=_FLA)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -69,7 +69,7 @@ def compile_static(
     Args:
         workload, device: what for, see :func:`kda_tl.database.gpus.known_device`.
         stages: names; unless given, those of all pipelines that have a config for the problem and the device.
-        BT, BC: tokens a chunk and a sub-chunk.
+        BT, BC: tokens a chunk and a sub-chunk, where the pass has chunks.
         budget: most candidates a stage, those nearest to the default; all unless given.
         jobs: processes, one a core unless given.
         on_compiled: called as each ends.
@@ -89,7 +89,7 @@ def compile_static(
     names = list(every)
     if unknown := set(stages or ()) - set(names):
         raise InputError(f"there is no stage {', '.join(sorted(unknown))}: choose among {', '.join(names)}.")
-    case = Case(problem=problem, device=device, BT=BT, BC=BC)
+    case = Case(problem=problem, device=device, BT=BT * problem.chunked, BC=BC * problem.chunked)
     work: list[StaticJob] = []
     for name in stages or names:
         possible, rejected = split_space(every[name], case)

@@ -20,7 +20,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkVariant:
-    """A pipeline with its chunk sizes: what is chosen before stages are tuned."""
+    """A pipeline with its chunk sizes, 0 for a step: what is chosen before stages are tuned."""
 
     pipeline: str
     BT: int
@@ -29,7 +29,7 @@ class ChunkVariant:
     @property
     def text(self) -> str:
         """Readable form, e.g. ``staged BT=64 BC=16``."""
-        return f"{self.pipeline} BT={self.BT} BC={self.BC}"
+        return self.pipeline + (f" BT={self.BT} BC={self.BC}" if self.BT else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from kda_tl.database import store
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults
-from kda_tl.templates.pipelines import PIPELINES, require_chunked
+from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
 from kda_tl.tune.requests import CompileJob, HashJob, PlanContest, PlanTrial
@@ -29,7 +29,7 @@ from kda_tl.tune.session import PLANS, Run
 from kda_tl.tune.stage_search import compile_jobs, compiler_version, name_problem_study
 
 OBJECTIVES = ("balanced", "time", "memory")
-_PASS_NAMES = {"fwd": "forward", "bwd": "backward"}
+_PASS_NAMES = {"fwd": "forward", "bwd": "backward", "step": "decode"}
 
 
 def require_pipeline(name: str, workloads: Sequence[Workload], stage: str | None = None) -> Pipeline:
@@ -38,7 +38,6 @@ def require_pipeline(name: str, workloads: Sequence[Workload], stage: str | None
     Raises InputError if there is none, if it is not of a workload's pass, or does not have the stage.
     """
     pipeline = PIPELINES.get(name)
-    require_chunked(name)
     if pipeline is None:
         raise InputError(f"there is no pipeline {name!r}: choose one of {', '.join(PIPELINES)}.")
     other = next((workload for workload in workloads if workload.direction != pipeline.direction), None)

@@ -11,7 +11,7 @@ from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case
-from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT, find_rejection, rank_pipelines
+from kda_tl.runtime.dispatch import DEFAULT_BC, find_rejection, rank_pipelines
 from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
 from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan
@@ -46,8 +46,8 @@ def screen(
     limit = _HOPELESS * min(times.values(), default=math.inf)
     others = [v for v in variants if v not in firsts and times[v.pipeline] <= limit]
     found |= _screen(run, workload, sorted(others, key=lambda v: times[v.pipeline]), deadline)
-    if not found:
-        return {}
+    if not found or not workload.problem().chunked:
+        return found
     best = min(found, key=found.__getitem__)
     sizes = [BC for BC in BC_CHOICES if BC != best.BC and best.BT % BC == 0]
     others = [ChunkVariant(pipeline=best.pipeline, BT=best.BT, BC=BC) for BC in sizes]
@@ -57,12 +57,16 @@ def screen(
 def list_variants(run: Run, workload: Workload) -> list[ChunkVariant]:
     """Every searched pipeline with every BT that it has a config for: the largest BT first, and of one BT the defaults.
 
+    A step has no chunks.
+
     :func:`screen` times them in this order, and has the first one's search compiled before it knows the others.
     """
-    ranked = rank_pipelines(Case(problem=workload.problem(), device=run.device, BT=DEFAULT_BT, BC=DEFAULT_BC))
+    problem = workload.problem()
+    sizes = BT_CHOICES if problem.chunked else (0,)
+    ranked = rank_pipelines(Case(problem=problem, device=run.device, BT=sizes[0], BC=min(DEFAULT_BC, sizes[0])))
     searched = plan_search.searched_pipelines(run, workload)
     pipelines = sorted(searched, key=lambda p: ranked.index(p.name) if p.name in ranked else len(ranked))
-    variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=DEFAULT_BC) for BT in BT_CHOICES for p in pipelines]
+    variants = [ChunkVariant(pipeline=p.name, BT=BT, BC=min(DEFAULT_BC, BT)) for BT in sizes for p in pipelines]
     return _keep_possible(run, workload, variants)
 
 

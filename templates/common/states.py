@@ -26,6 +26,7 @@ INPUTS = {
     "snapshot_rows": "N placed_step : i32 ? placed",
     "parents": "N parents_row parents_step : i32 ? tree",
 }
+STATES = ("pool", "snapshots")
 INDEX_TENSORS = ("bounds", "slots", "accepted", "targets", "snapshot_rows", "parents")
 OUTPUTS = {"o": "tokens HV V : io", "ht": "N HV K V : f32 ? final_state"}
 # Whole numbers but for the first two: value heads a head of keys, tokens a sequence where it is not ragged, and columns

@@ -25,6 +25,7 @@ from kda_tl.templates.common.states import (
     INPUTS,
     OUTPUTS,
     SCALARS,
+    STATES,
     at_element,
     find_snapshot_row,
     find_source,
@@ -237,8 +238,17 @@ def default(case: Case) -> DecodeStepConfig:
 
 
 def cost(case: Case, sizes: Sizes) -> Cost:
-    """What the tokens bring, and the states of their sequences in and out."""
-    return cost_of(case, sizes, INPUTS | OUTPUTS, 0)
+    """What tokens bring and take, and the states of their sequences: in once, and out as often as they are kept.
+
+    A token takes seven operations an element: a product for the decay, and two each for the sums with k and q and for
+    the correction. Of a pool only those slots count that a call reads or writes.
+    """
+    p, (N, tokens) = case.problem, (sizes["N"], sizes["tokens"])
+    moved = cost_of(case, sizes, {name: text for name, text in (INPUTS | OUTPUTS).items() if name not in STATES}, 0)
+    written = {"each_token": tokens, "updates": N if "each_token" not in p.options else 0, "snapshots": tokens}
+    states = N * p.initial_state + sum(count for name, count in written.items() if name in p.options)
+    element = p.HV * p.K * p.V * (4 if p.state_dtype == "fp32" else 2)
+    return Cost(bytes=moved.bytes + states * element, flops=7 * tokens * p.HV * p.K * p.V)
 
 
 TOLERANCE = {"bf16": 6e-3, "fp16": 2e-3, "fp32": 1e-5}

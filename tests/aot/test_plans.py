@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.cli_cases import make_entry
 
 from kda_tl.aot import packaged
-from kda_tl.aot.packaged import DIMS, GPUS, list_packaged, list_problems
+from kda_tl.aot.packaged import DIMS, GPUS, list_packaged, list_problems, list_steps
 from kda_tl.aot.plans import KernelSpec, list_calls, list_distinct
-from kda_tl.bench.workloads import Workload
+from kda_tl.bench.workloads import WORKLOADS, Workload, select
 from kda_tl.core.problem import Problem
+from kda_tl.database.file import Gpu
 from kda_tl.database.gpus import known_device
-from kda_tl.database.store import sources
+from kda_tl.database.lookup import TuningFile
+from kda_tl.database.store import Database, sources
 from kda_tl.ops.call import backward_problem, choose_backward_of
 from kda_tl.runtime import program
 from kda_tl.runtime.compile import Job
@@ -63,7 +66,8 @@ def test_the_kernels_of_a_call_are_listed(
         assert backward.choice.plan is not None and (bool(backward.residuals) or not keep)
         for final_state in (True, False):
             p = backward_problem(problem, final_state)
-            build_program(backward.choice.plan, p, HOPPER, from_residuals=bool(backward.residuals))
+            for from_residuals in {False, bool(backward.residuals)}:  # inside torch.compile nothing is kept
+                build_program(backward.choice.plan, p, HOPPER, from_residuals=from_residuals)
     build_program(forward, replace(problem, direction="bwd").without_lengths(), HOPPER)  # which keeps residuals
     listed = {kernel.digest for kernel in list_calls(workload.problem(), HOPPER, sources())}
     assert listed == asked
@@ -89,6 +93,36 @@ def test_a_wheel_holds_the_packaged_plans_first_and_then_defaults_of_usual_calls
 def test_architectures_that_were_run_nowhere_have_fewer_kernels() -> None:
     kernels = list_distinct(list_packaged([known_device("nvidia_a100_sxm4_80gb")], sources()))
     assert {(k.case.problem.K, k.case.problem.V) for k in kernels} == {DIMS[0]}
+
+
+@pytest.mark.parametrize("name", ["kda-decode-B32-bf16", "gdn-verify-B32-T4-fp32", "kda-decode-B1-fp32"])
+def test_the_kernel_of_a_step_is_listed(name: str, asked: set[str]) -> None:
+    problem = select([name])[0].problem()
+    plan = select_plan(problem, HOPPER, sources()).plan
+    assert plan is not None and plan.pipeline == "decode_rows"
+    build_program(plan, problem.without_lengths(), HOPPER)
+    assert {kernel.digest for kernel in list_calls(problem, HOPPER, sources())} == asked and len(asked) == 1
+
+
+def test_a_wheel_holds_steps_of_engines() -> None:
+    """With K = V = 128: of both operators, types of states and ways of writing, for one sequence and for many."""
+    held = {k.digest for device in map(known_device, GPUS) for k in list_packaged([device], ())}
+    own = {k.digest for p in list_steps() for k in list_calls(p, HOPPER, ())}
+    assert own <= held and len(own) == 30
+    steps = [w for w in WORKLOADS if w.K == 128 and w.direction == "step" and (w.T == 4 or w.B in (1, 32, 256))]
+    assert len(steps) == 16
+    for w in steps:
+        for changed in (w, *([replace(w, H=16, HV=64)] if w.B > 1 else [])):
+            assert {k.digest for k in list_calls(changed.problem(), HOPPER, ())} <= held, w.name
+
+
+def test_tuned_steps_are_in_a_wheel_as_they_are_called() -> None:
+    w = select(["kda-verify-B32-T4-bf16"])[0]
+    entry = make_entry(w, HOPPER)
+    file = TuningFile(path="", gpu=Gpu.of(HOPPER), operator=w.operator, direction="step", entries={entry.key: entry})
+    database = Database(name="made", path="", files={(HOPPER.slug, w.operator, "step"): file})
+    (kernel,) = list_distinct(packaged._list_tuned(HOPPER, [database]))
+    assert kernel.digest in {k.digest for k in list_calls(w.problem(), HOPPER, ())}
 
 
 def test_the_passes_have_kernels_of_their_own() -> None:

@@ -109,6 +109,14 @@ def test_a_folder_that_is_no_bundle_is_refused_and_left_alone(tmp_path: Path) ->
         BundleWriter(mine, "1")
 
 
+def test_a_folder_of_steps_that_was_left_without_a_manifest_goes_on(tmp_path: Path) -> None:
+    left = tmp_path / f"decode_rows-{'0' * 32}.so"
+    left.touch()
+    with BundleWriter(tmp_path, "1") as bundle:
+        bundle.clean()
+    assert not left.exists() and (tmp_path / NAME).exists()
+
+
 def test_a_bundle_whose_manifest_cannot_be_used_is_refused_and_left_alone(tmp_path: Path) -> None:
     build(tmp_path)
     (tmp_path / NAME).write_text("{")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kda_tl.bench.fixtures import operator_tensors
 from kda_tl.bench.workloads import WORKLOADS, Workload, draw_gradients, select
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import BT_CHOICES
@@ -197,6 +198,14 @@ def test_drawn_steps_pass_the_checks_of_values(name: str, use: str) -> None:
         w = Workload(name="small", operator=name, gate="softplus", B=1 if lengths else 4, T=3, H=1, lengths=lengths)
         w = replace(w, K=8, V=8, state_use=use)
         check_values(w.declaration.bind(**w.inputs("cpu")))
+
+
+@pytest.mark.parametrize("use", STATE_USES)
+@pytest.mark.parametrize("name", load_recurrent())
+def test_sizes_of_steps_are_told_without_drawing_them(name: str, use: str) -> None:
+    for shape in ({"B": 4, "T": 3}, {"lengths": (2, 0, 3)}):
+        w = Workload(name="small", operator=name, gate="softplus", H=1, HV=2, K=8, V=24, state_use=use, **shape)
+        assert w.declaration.sizes(w, 0, 1) == operator_tensors(w, 0, torch.device("cpu"))[1]
 
 
 def test_trimmed_steps_keep_their_lengths() -> None:

@@ -42,6 +42,8 @@ OPTIONS = {
     "--beta",
     "--initial-state",
     "--state-v-first",
+    "--state-dtype",
+    "--state-use",
     "--pass",
 }
 DESCRIBED = ("--heads", "2", "--tokens", "200", "--K", "32", "--V", "32", "--dtype", "fp32")
@@ -258,23 +260,6 @@ def test_gate_of_an_operator_without_a_safe_one() -> None:
     assert (changed.gate, changed.decay) == ("softplus", "slow")
     with pytest.raises(InputError, match="has no safe gate"):
         change_workload(Workload(name="x", T=20, H=1), given | {"gate": "safe"})
-
-
-@pytest.mark.parametrize(
-    "words",
-    (
-        "show --pipeline decode",
-        "source decode_rows",
-        "tune --pipeline decode_rows",
-        "tune --workload decode-cpu",
-        "verify --workload decode-cpu",
-        "bench --workload decode-cpu",
-        "compile --out nowhere --gpu h100 --operator fused_recurrent_kda --heads 2 --tokens 2 --sequences 2",
-    ),
-)
-def test_what_is_of_recurrent_operators_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    assert re.search(r"is of (a )?recurrent operators?, which .* does not serve yet", capsys.readouterr().err)
 
 
 def test_explain_takes_recurrent_operators(capsys: pytest.CaptureFixture[str]) -> None:

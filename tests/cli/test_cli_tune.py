@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, SPAWN_ENV, Run, make_entry, make_report, store
+from support.cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, Run, make_entry, make_report, spawn_env, store
 
 from kda_tl.bench.workloads import select
 from kda_tl.cli import _call as call
@@ -240,7 +239,7 @@ def test_static_compiles_the_stages_of_one_pipeline(
 
 def test_tune_is_stopped_by_the_terminal(own_database: Path) -> None:
     argv = [sys.executable, "-m", "kda_tl.cli", "tune", "--gpu", "cpu", "--db", str(own_database)]
-    env = {**os.environ, **SPAWN_ENV}
+    env = spawn_env()
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(2)]

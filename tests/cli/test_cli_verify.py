@@ -44,9 +44,9 @@ def test_verify(run: Run, errors: dict[str, float], own_database: Path, wrong: s
     errors.update(dict.fromkeys(errors, 1e-5))  # at the limit of a forward
     code, out, _ = run(*argv)
     assert code == 0 and "stored cpu-safe-K32" in out and "default cpu-softplus-K64" in out
-    errors[wrong] = 1e-3
+    errors[wrong] = 1e-2
     code, out, _ = run(*argv)
-    assert code == 1 and f"{wrong} is off by 1.0e-03, over 1e-05" in out and "over 2e-04" in out
+    assert code == 1 and f"{wrong} is off by 1.0e-02, over 1e-05" in out and "over 2e-04" in out
     checks = json.loads(run(*argv, "--json")[1])["checks"]
     assert {check["passed"] for check in checks if check["tolerance"]} == {False}
 
@@ -166,7 +166,8 @@ def test_verify_runs_plans_in_their_own_pass(run: Run, own_database: Path, monke
     store(own_database, CPU, make_entry(SMALL_BACKWARD, CPU), direction="bwd")
     code, out, _ = run("verify", "--gpu", "cpu", "--db", own_database)
     assert code == 0 and "stored train-cpu-safe-K32" in out and "stored cpu-safe-K32" not in out
-    assert Counter(seen) == {("staged", "fwd"): 2 * 4, ("staged_backward", "bwd"): 3 * 2}
+    ways = {("staged", "fwd"): 2 * 4, ("staged_backward", "bwd"): 3 * 2, ("decode", "step"): 3 * 2}
+    assert Counter(seen) == ways
 
 
 def test_verify_compiles_one_backward_default() -> None:

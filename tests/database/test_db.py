@@ -246,7 +246,7 @@ def test_validate_names_each_problem(tmp_path: Path) -> None:
         third["vs_default"]["ratio"] = 0.9
         fourth["check"]["max_rel_err"] = 0.5
         fourth["key"]["gate"] = "open"
-        third["plan"]["BT"] = 0
+        third["plan"]["BT"] = 48
         fourth["templates"]["fwd_state"] = "abc"
 
     edit(path, damage)
@@ -258,7 +258,7 @@ def test_validate_names_each_problem(tmp_path: Path) -> None:
         "entries[2] is slower than the default",
         "entries[3] is wrong by 0.5",
         "entries[3].key.gate: 'open' is not one of",
-        "entries[2].plan.BT: 0 is less",
+        "entries[2].plan.BT: 48 is not one of",
         "entries[3].templates.fwd_state: 'abc' does not match",
     ):
         assert any(expected in problem for problem in problems), (expected, problems)

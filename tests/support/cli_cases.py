@@ -25,8 +25,8 @@ OLD = dict.fromkeys(templates.names(), "0" * 64)  # fingerprints of other templa
 CPU = cpu_device()
 SMALL = select(["cpu-safe-K32"])[0]
 SMALL_BACKWARD = select(["train-cpu-safe-K32"])[0]
+SMALL_STEP = select(["kda-decode-cpu"])[0]
 BACKWARD_PLAN = default_plan(SMALL_BACKWARD.problem(), CPU)
-SPAWN_ENV = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,14 +47,21 @@ def make_entry(workload: Workload, device: Device, plan: Plan | None = None, **c
     return replace(entry, **changes)
 
 
-def store(directory: Path, device: Device, *entries: Entry, direction: str = "fwd") -> Path:
-    path = db.store(directory, device, "chunk_kda", direction, entries)
+def store(
+    directory: Path, device: Device, *entries: Entry, direction: str = "fwd", operator: str = "chunk_kda"
+) -> Path:
+    path = db.store(directory, device, operator, direction, entries)
     db.reload()
     return path
 
 
+def spawn_env() -> dict[str, str]:
+    """The environment of a process that imports what this one can; folders of tests are added as they are collected."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def spawn(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **SPAWN_ENV, **more.pop("env", {})}
+    env = spawn_env() | more.pop("env", {})
     return subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120, check=False, **more)
 
 

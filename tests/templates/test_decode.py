@@ -200,3 +200,27 @@ def test_rows_are_taken_of_what_engines_have(rng: random.Random) -> None:
             dims, types = {"K": 128, "V": 128, "wide_beta": False}, Types(io=io, gates=io, beta=io, state=state)
             case = case_of(problem_of(*draw(rng, kind, v_first=True, shape=dims, types=types)), GPUS["sm_90a"])
             assert stage.default(case).reject(case) is None, (kind, io, state, stage.default(case).reject(case))
+
+
+@pytest.mark.parametrize(
+    ("written", "states"),
+    [(("updates",), 3 + 3), (("updates", "each_token"), 3 + 6), (("snapshots",), 3 + 6), ((), 3)],
+    ids=["in place", "a slot a token", "verify", "read only"],
+)
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+def test_cost_of_a_step_is_its_tokens_and_the_states_that_it_moves(
+    written: tuple[str, ...], states: int, state: str
+) -> None:
+    """Three sequences of two tokens, in a pool of which the rest does not move."""
+    H, HV, K, V, N, tokens = 1, 2, 32, 64, 3, 6
+    dims = {"H": H, "HV": HV, "K": K, "V": V, "tokens": tokens, "sequences": N}
+    options = ("has_g", "has_beta", "pooled", *written)
+    p = Problem(**dims, initial_state=True, state_dtype=state, options=options, direction="step")
+    rows = {"q": H * K, "k": H * K, "v": HV * V, "g": HV * K, "beta": HV}
+    sizes = {"tokens": tokens, "N": N, "pool_slots": 1000, "pool_row": HV * K * V, "slots_row": 1, "slots_step": 1}
+    sizes |= {f"{name}_row": size for name, size in rows.items()} | {"bounds_step": 1}
+    sizes |= {"buffer_rows": N, "snapshot_row": 2 * HV * K * V}
+    found = STAGE.cost(case_of(p, CPU), sizes)
+    moved = tokens * (sum(rows.values()) + HV * V) * 2 + (N + N + 1) * 4
+    assert found.bytes == moved + states * HV * K * V * (4 if state == "fp32" else 2)
+    assert found.flops == 7 * tokens * HV * K * V

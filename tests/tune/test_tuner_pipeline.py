@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kda_tl.bench.workloads import Workload
+from kda_tl.bench.workloads import Workload, select
 from kda_tl.core.device import cpu_device
 from kda_tl.core.stage import Plan
 from kda_tl.database import store as db
@@ -29,8 +29,9 @@ STAGED = [stage.name for stage in PIPELINES["staged"].stages]
 
 
 def time_of(plan: Plan) -> float:
-    """Hopper's pipelines are faster than staged ones, and these faster with short chunks, or kept results."""
-    return (100.0 if plan.pipeline.startswith("staged") else 10.0) * plan.BT / 64 * (0.9 if plan.kept else 1.0)
+    """Hopper's pipelines are faster than portable ones, and all faster with short chunks, or kept results."""
+    slow = plan.pipeline in ("staged", "staged_backward", "decode")
+    return (100.0 if slow else 10.0) * (plan.BT or 64) / 64 * (0.9 if plan.kept else 1.0)
 
 
 class MadeUpCrew:
@@ -209,10 +210,28 @@ def test_what_cuts_few_heads_by_default_is_tuned_first(tune: Tune, pool: MadeUpC
         assert [s.variant.pipeline for s in report.stages] == [default], report.failure
 
 
+def test_a_step_is_timed_once_a_pipeline_since_it_has_no_chunks(tune: Tune, pool: MadeUpCrew, tmp_path: Path) -> None:
+    """The plans of both pipelines, of which one is searched; its record is of no chunks, and serves."""
+    events: list[Any] = []
+    (step,) = select(["kda-verify-B32-T4-bf16"])
+    (report,) = tune(step, on_event=events.append).workloads
+    assert not report.failure and screened(events) == [("decode_rows", 0), ("decode", 0)]
+    assert {plan.pipeline: (plan.BT, plan.BC) for plan in pool.plans()} == dict.fromkeys(
+        ("decode_rows", "decode"), (0, 0)
+    )
+    served = select_plan(step.problem(), H200, [db.Database.load(tmp_path, "tuned")])
+    assert (served.step, served.plan) == ("exact bucket", default_plan(step.problem(), H200)) and not served.passed_over
+    assert db.validate(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"pipeline": "nope"}, "no pipeline 'nope': choose one of staged, prep_recurrence"),
+        (
+            {"pipeline": "decode"},
+            "decode is a pipeline of the decode pass, but forward is a workload of the forward pass",
+        ),
         ({"pipeline": "prep_scan"}, "backward pass, but forward is .* forward pass: pass backward workloads .*staged"),
         ({"pipeline": "staged", "stage": "fwd_prep"}, "staged has no stage 'fwd_prep': choose one of fwd_gate"),
         ({"pipeline": "staged", "stage": "fwd_nope"}, "there is no stage 'fwd_nope'"),
