@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from kda_tl.core.pipeline import Pipeline
-from kda_tl.core.problem import DIRECTIONS
-from kda_tl.errors import InputError
 from kda_tl.templates.portable import (
     bwd_gate,
     bwd_intra,
@@ -23,6 +21,8 @@ from kda_tl.templates.portable import (
 from kda_tl.templates.sm90 import (
     bwd_gdn_gradients,
     bwd_gdn_scan,
+    bwd_gdn_states,
+    bwd_gdn_walk,
     bwd_gradients,
     bwd_heads,
     bwd_merge,
@@ -39,7 +39,7 @@ from kda_tl.templates.sm90 import (
     fwd_resume,
     fwd_segment,
 )
-from kda_tl.templates.sm90.hopper import PAIRS
+from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS
 
 # Through memory: runs on every target, and each step can be looked at
 _STAGED = (fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE)
@@ -64,6 +64,7 @@ _GRADIENTS = (bwd_gradients.STAGE, *_SUMS)
 _GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
 _PAIRS = tuple(PAIRS)
+_WALK_GDN = (fwd_gdn_pairs.STAGE, bwd_gdn_states.STAGE, bwd_gdn_walk.STAGE, *_SUMS)
 _SEGMENTS = (4, 8, 16)
 
 PIPELINES: dict[str, Pipeline] = {
@@ -83,6 +84,10 @@ PIPELINES: dict[str, Pipeline] = {
         ),
         Pipeline("gdn_scan", "bwd", (fwd_gdn_pairs.STAGE, bwd_gdn_scan.STAGE, *_GRADIENTS_GDN), _PAIRS),
         *(
+            Pipeline(name, "bwd", _WALK_GDN, (*_PAIRS, *BOUNDS), keeps=True, serial=True, segments=n)
+            for n, name in ((1, "gdn_walk"), *((n, f"gdn_walk_segments_{n}") for n in (2, *_SEGMENTS)))
+        ),
+        *(
             Pipeline(f"gdn_scan_segments_{n}", "bwd", (*_CUT_GDN, *_CUT_BACK, *_GRADIENTS_GDN), _PREPARED, segments=n)
             for n in _SEGMENTS
         ),
@@ -90,13 +95,3 @@ PIPELINES: dict[str, Pipeline] = {
         Pipeline("decode_rows", "step", (decode_rows.STAGE,)),
     )
 }
-
-
-def require_chunked(name: str) -> None:
-    """Raises InputError for a stage, or a pipeline, that only recurrent operators have."""
-    made = [p for p in PIPELINES.values() if name == p.name or name in {stage.name for stage in p.stages}]
-    if made and all(pipeline.direction not in DIRECTIONS for pipeline in made):
-        raise InputError(
-            f"{name} is of recurrent operators, which this command does not serve yet: choose one of chunk_kda, or ask"
-            " `kda-tl explain --workload kda-decode-B32-fp32`."
-        )

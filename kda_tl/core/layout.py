@@ -25,6 +25,7 @@ class Layout(NamedTuple):
             segments: [NS, 4], first chunk and chunk count of each segment, the sequence that starts with it or -1, and
                 the sequence that ends with it or -1. Those that end no sequence come first, a sequence's in their
                 order; the others follow, the longest first.
+            segment_sequences: [NS, 3], the sequence of each segment, its first chunk and the chunk past its last.
             seq_segments: [N, 3], of each sequence the first of its segments that do not end it, their count, and the
                 segment that ends it.
         sizes: what kernels are launched with: tokens, NT, N and NS, the numbers of tokens, chunks, sequences and
@@ -49,11 +50,12 @@ def make_layout(bounds: tuple[int, ...], BT: int, device: torch.device, segments
     sequence = np.repeat(np.arange(len(chunks)), chunks)
     start = edges[sequence] + BT * (np.arange(len(sequence)) - seq_chunks[sequence])
     count = np.minimum(edges[sequence + 1] - start, BT)
-    pieces, seq_segments = _cut_sequences(seq_chunks, segments)
+    pieces, owners, seq_segments = _cut_sequences(seq_chunks, segments)
     tables = {
         "chunk_tokens": np.stack([start, count], axis=1),
         "seq_chunks": seq_chunks,
         "segments": pieces,
+        "segment_sequences": np.stack([owners, seq_chunks[owners], seq_chunks[owners + 1]], axis=1),
         "seq_segments": seq_segments,
     }
     NT, N, NS = len(sequence), len(chunks), len(pieces)
@@ -63,8 +65,8 @@ def make_layout(bounds: tuple[int, ...], BT: int, device: torch.device, segments
     )
 
 
-def _cut_sequences(seq_chunks: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tables ``segments`` and ``seq_segments``; a sequence's segments differ by at most a chunk."""
+def _cut_sequences(seq_chunks: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The table ``segments``, the sequence of each, and ``seq_segments``; a sequence's differ by at most a chunk."""
     chunks = np.diff(seq_chunks)
     longest = max(1, -(-int(seq_chunks[-1]) // segments))
     counts = np.maximum(1, -(-chunks // longest))
@@ -76,7 +78,7 @@ def _cut_sequences(seq_chunks: np.ndarray, segments: int) -> tuple[np.ndarray, n
     order = np.lexsort((np.where(ends, first - end, 0), ends))
     last = np.empty(len(chunks), dtype=np.int64)
     last[sequence[order][ends[order]]] = np.flatnonzero(ends[order])
-    return rows[order], np.stack([np.cumsum(counts - 1) - (counts - 1), counts - 1, last], axis=1)
+    return rows[order], sequence[order], np.stack([np.cumsum(counts - 1) - (counts - 1), counts - 1, last], axis=1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -64,6 +64,10 @@ class Pipeline:
     # Of a backward, the tensors that spare it its first stages if the forward kept them. Chunks of both passes must
     # then be cut alike: residuals lie chunk by chunk.
     residuals: tuple[str, ...] = ()
+    keeps: bool = False  # whether the forward keeps them unasked, when nothing is tuned: they take little memory
+    # Whether its longest stage has a thread block for a (segment, value head), which does all of its chunks one after
+    # the other: worth it where such blocks, all as long, fill the GPU.
+    serial: bool = False
     # That all chunks of a batch would make if they were one sequence: sequences longer than such a segment are cut.
     # Kernels do not depend on it, only the chunk tables do.
     segments: int = 1

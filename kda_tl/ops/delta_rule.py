@@ -53,6 +53,7 @@ def declare(function: Callable[..., Any], *, fla: FlaEntry, scalar_gate: bool = 
         modes=_find_modes,
         trim=trim_tokens,
         lay_out=functools.partial(_lay_out, scalar_gate=scalar_gate),
+        sizes=_find_sizes,
         judge=functools.partial(_judge, scalar_gate=scalar_gate),
         name_results=_name_results,
         bare=prepare_before,
@@ -244,6 +245,10 @@ def _lay_out(
         if tensors.get(name) is not None:
             tensors[name] = tensors[name].view(shape)
     return tensors | _find_numbers(a) | layout.tables, layout.sizes
+
+
+def _find_sizes(workload: Any, BT: int, segments: int) -> dict[str, int]:
+    return make_layout(workload.bounds, BT, torch.device("cpu"), segments).sizes
 
 
 def _judge(a: Args, *, scalar_gate: bool) -> dict[str, Tensor]:

@@ -36,6 +36,10 @@ DEFAULT_BC = 16
 _BLOCK_CHANNELS = 64  # of a head's values that a thread block takes through all chunks of a sequence
 _MIN_CHUNKS = 16  # of a segment: what is done once a segment then takes a small part of the time
 _MIN_SEGMENTS = 4  # of the longest sequence: what is cut is walked twice, which half as long walks do not repay
+# When a serial pipeline comes first, see fills_device
+_LEAST_FILLED = 0.7  # of a GPU's time, or what has more and shorter blocks is faster
+_MIN_SERIAL_CHUNKS = 8  # of a segment
+_MOST_SERIAL = 4  # segments: of more the walks that find where segments begin take as long as the segments do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,8 @@ def numerics_class(plan: Plan) -> str:
     """
     settings = ((name, field, value) for name, config in plan.stages for field, value in config.as_dict().items())
     order = [f"{name}.{field}={value}" for name, field, value in settings if field in ("BK", "diagonal")]
-    return "-".join([plan.pipeline, f"BT{plan.BT}", f"BC{plan.BC}", "accf32", *order])
+    chunks = [f"BT{plan.BT}", f"BC{plan.BC}"] if plan.BT else []
+    return "-".join([plan.pipeline, *chunks, "accf32", *order])
 
 
 def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> Plan:
@@ -97,6 +102,10 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
     if pipeline is None or pipeline.direction != problem.direction:
         raise InputError(f"there is no {problem.direction} pipeline {stored['pipeline']!r}.")
     case = Case(problem=problem, device=device, BT=stored["BT"], BC=stored["BC"])
+    if (case.BT > 0) is not problem.chunked:
+        raise InputError(
+            f"BT={case.BT}, BC={case.BC}: a {problem.direction} has {'' if problem.chunked else 'no '}chunks."
+        )
     kept = stored.get("kept", False)
     if kept and not pipeline.residuals:
         raise InputError(f"{pipeline.name} has nothing to keep: it cannot begin with what a forward made.")
@@ -114,7 +123,7 @@ def pipeline_defaults(pipeline: str, case: Case) -> Plan:
     from kda_tl.templates.pipelines import PIPELINES
 
     stages = tuple((stage.name, stage.default(case)) for stage in PIPELINES[pipeline].stages)
-    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages)
+    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages, kept=PIPELINES[pipeline].keeps)
 
 
 def find_rejection(plan: Plan, case: Case) -> str:
@@ -136,20 +145,38 @@ def choose_segments(case: Case, choices: Iterable[int]) -> int:
     return max((n for n in fitting if n * p.longest >= _MIN_SEGMENTS * p.tokens), default=1)
 
 
+def fills_device(case: Case, segments: int) -> bool:
+    """Whether the blocks of a serial pipeline, if all segments were as long as the longest, keep a GPU busy.
+
+    What has no lengths does not, nor what is cut into a few chunks.
+    """
+    p, num_sms = case.problem, case.device.num_sms
+    chunks, longest = (-(-tokens // case.BT) for tokens in (p.tokens, p.longest))
+    if chunks < segments * (_MIN_SERIAL_CHUNKS if segments > 1 else 1):
+        return False
+    of_segment = min(longest, -(-chunks // segments))
+    rounds = -(-p.HV * -(-chunks // of_segment) // num_sms)
+    return p.HV * chunks >= _LEAST_FILLED * num_sms * rounds * of_segment
+
+
 def rank_pipelines(case: Case) -> list[str]:
     """The pipelines of a case's pass by their names, as they run when nothing is tuned: the first that takes the case.
 
-    Those that cut a batch as :func:`choose_segments` says come before those that leave sequences whole. Other cuts come
-    after these: their kernels may be the only ones that are there where none can be compiled.
+    Serial ones that fill the GPU come first, that with the fewest segments before the others. Those that cut a batch as
+    :func:`choose_segments` says come before those that leave sequences whole. All others come after these: their
+    kernels may be the only ones that are there where none can be compiled.
     """
     from kda_tl.templates.pipelines import PIPELINES
 
     direction = case.problem.direction
     *whole, last = DEFAULT_PIPELINES[direction]
-    cuts = [pipeline for pipeline in PIPELINES.values() if pipeline.direction == direction and pipeline.segments > 1]
-    segments = choose_segments(case, {pipeline.segments for pipeline in cuts})
-    first = [pipeline.name for pipeline in cuts if pipeline.segments == segments]
-    return [*first, *whole, *(pipeline.name for pipeline in cuts if pipeline.segments != segments), last]
+    others = [each for each in PIPELINES.values() if each.direction == direction and each.name not in (*whole, last)]
+    cuts = {each.segments for each in others if not each.serial} - {1}
+    segments = choose_segments(case, cuts) if cuts else 1
+    first = [each for each in others if each.serial and each.segments <= _MOST_SERIAL]
+    first = [each for each in first if fills_device(case, each.segments)]
+    first += [each for each in others if not each.serial and each.segments == segments > 1]
+    return [*(each.name for each in first), *whole, *(each.name for each in others if each not in first), last]
 
 
 def iter_defaults(
@@ -157,11 +184,13 @@ def iter_defaults(
 ) -> Iterator[Plan]:
     """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
 
+    A step has no chunks.
+
     BT and BC are the most tokens a chunk and a sub-chunk; a pipeline that is given need not be a default. Raises
     InputError if the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
     largest chunks if it is about one pipeline.
     """
-    sizes = [size for size in BT_CHOICES if size <= BT]  # the largest first
+    sizes = [size for size in BT_CHOICES if size <= BT] if problem.chunked else [0]  # the largest first
     cases = [Case(problem=problem, device=device, BT=size, BC=min(BC, size)) for size in sizes]
     ranked = [(case, name) for case in cases for name in (rank_pipelines(case) if pipeline is None else (pipeline,))]
     failures: list[str] = []

@@ -35,6 +35,7 @@ Source: autograd of Gated Delta Networks, arXiv:2412.06464, section 3.3; derived
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,12 +43,11 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
-from kda_tl.templates.common.slopes import Slopes
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import bwd_gradients
 from kda_tl.templates.sm90.bwd_gradients import DEPENDS, OUTPUTS, TOLERANCE
 from kda_tl.templates.sm90.bwd_gradients import INPUTS as SCANNED
-from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
+from kda_tl.templates.sm90.gates import Chunk, Gate, sum_head_gates
 from kda_tl.templates.sm90.gdn_gradients import (
     GROUPS,
     ROWS_AT_ONCE,
@@ -58,8 +58,11 @@ from kda_tl.templates.sm90.gdn_gradients import (
     dot_states,
     issue_rows,
     multiply_values,
+    round_rows,
+    store_beta,
     store_gate,
     store_rows,
+    take_norms,
     wait_for,
 )
 from kda_tl.templates.sm90.hopper import SCALARS, HopperConfig, count_bytes
@@ -104,12 +107,17 @@ class GdnGradientsConfig(HopperConfig):
         return (2 * BT * p.K + 2 * BT * max(p.V, BT) + p.V * BT + p.V * p.K) * 2 + 4 * BT * 4
 
 
+def norm_of(factor: Any, n: int) -> Any:
+    """The norm of q, or k, of a token, as a function of it."""
+    return lambda i: factor[(at_q, at_k)[n](i)]
+
+
 def build(case: Case, config: GdnGradientsConfig) -> Any:
     """The kernel: one thread block a (chunk, value head)."""
     p, BT = case.problem, case.BT
     K, V, heads = p.K, p.V, Heads.of(p)
     f32, io = "float32", "bfloat16"
-    gate, slopes = Gate(p), Slopes(p)
+    gate = Gate(p)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
@@ -192,11 +200,7 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
                 of_row[i, c] = of_row[i, c] * (-factor[at_k(i)] * T.exp2(G[i]))
             T.fence_proxy_async()
             T.sync_threads()
-            for i in T.Parallel(BT):
-                if i < count:
-                    raw = beta[start + i, i_hv]
-                    step = find_step(p, raw)
-                    dbeta[start + i, i_hv] = T.cast(db[i] / (step * step) * slopes.beta(raw), dbeta.dtype)
+            store_beta(p, beta, dbeta, db, at)
             sums = T.alloc_shared((4, GROUPS, BT), f32)
             T.wgmma_gemm(pairs[0, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_row, policy=T.BY_COLUMNS)
@@ -222,11 +226,18 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             for i, c in T.Parallel(BT, K):
                 of_key[i, c] = of_key[i, c] + of_row[i, c]
             T.sync_threads()
-            written = (dq_part, dk_part) if p.grouped else (dq, dk)
-            store_rows(p, rows, 0, of_q, sums, factor, at, written[0])
-            store_rows(p, rows, 1, of_key, sums, factor, at, written[1])
-            room = T.alloc_shared((4, GROUPS), f32)
-            store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part)
+            x = SimpleNamespace(
+                g=g, A_log=A_log, dt_bias=dt_bias, dg=dg, dA_log_part=dA_log_part, ddt_bias_part=ddt_bias_part
+            )
+            for n, (tile, written) in enumerate(
+                ((of_q, dq_part if p.grouped else dq), (of_key, dk_part if p.grouped else dk))
+            ):
+                take_norms(p, rows, n, tile, sums, n, norm_of(factor, n))
+                if p.l2norm:
+                    T.sync_threads()
+                round_rows(tile, rows, n)
+                store_rows(rows, n, at, written)
+            store_gate(p, x, lower_bound, at, sums, parts, T.exp2(G[BT - 1]))
 
     return bwd_gdn_gradients
 

@@ -23,7 +23,17 @@ from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90 import bwd_scan
 from kda_tl.templates.sm90.bwd_scan import REGISTERS, start_from
 from kda_tl.templates.sm90.hopper import PAIRS, TABLES
-from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, QUERY, START, make_factors, reject_rows, take_powers
+from kda_tl.templates.sm90.powers import (
+    END,
+    GIVEN_ROWS,
+    LAST,
+    MULTIPLIED,
+    QUERY,
+    START,
+    make_factors,
+    reject_rows,
+    take_powers,
+)
 from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
     ROWS,
@@ -77,7 +87,7 @@ def alloc_tiles(case, config):
     Aqk_shared = T.alloc_shared((stages, BT, BT), io)
     q_shared = T.alloc_shared((stages, BT, K), io)
     k_shared = T.alloc_shared((stages, BT, K), io)
-    powers = T.alloc_shared((stages, 4, BT), "float32")
+    powers = T.alloc_shared((stages, MULTIPLIED, BT), "float32")
     return SimpleNamespace(x=x_shared, A=A_shared, Aqk=Aqk_shared, q=q_shared, k=k_shared, powers=powers)
 
 
@@ -93,7 +103,7 @@ def load_chunk(v, x, tiles, ring, c, i_t, row, w, backwards):
         load_lower(x.Aqk, i_t, w.i_h, tiles.Aqk, slot, ring.full)
         load_values(x.q, tiles.q, ring.full, slot, row, w.end, i_k, 0)
     load_lower(x.A, i_t, w.i_h, tiles.A, slot, ring.full)
-    T.tma_copy(x.powers[i_t, w.i_h, :, :], tiles.powers[slot, :, :], barrier=ring.full[slot])
+    T.tma_copy(x.powers[i_t, w.i_h, :MULTIPLIED, :], tiles.powers[slot, :, :], barrier=ring.full[slot])
     ring.commit(slot)
 
 

@@ -204,7 +204,8 @@ def store_inverse(keys, queries, b_factor, at, A, Aqk):
 def prepare(case, x, at, scalars, store, written):
     """A kernel's body. ``x`` are the tensors that are given, ``scalars`` the scale and the gate's lower bound.
 
-    ``store`` is a macro that writes what is known of rows when their norms and gates are, to some of ``written``.
+    ``store`` are macros that write to some of ``written``: one what is known of rows when their norms and gates are,
+    and one, or None, what is known of keys when their pairs are.
     """
     p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
     scale, lower_bound = scalars
@@ -221,10 +222,12 @@ def prepare(case, x, at, scalars, store, written):
     b_factor = T.alloc_shared((BT,), f32)
     normalise(p, rows, raw_beta, b_factor, factor, scale, at.count)
     tiles = issue_pairs(rows)
-    store(rows, G, factor, at, written)
+    store[0](rows, G, factor, at, written)
     queries = T.alloc_shared((BT, BT + 8), "bfloat16")  # these two in the place of rows
     keys = T.alloc_shared((BT, BT + 4), f32)
     finish_pairs(tiles, G, factor, b_factor, queries, keys)
+    if store[1] is not None:
+        store[1](keys, G, at, written)
     store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
 
 
@@ -241,7 +244,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
             at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
             given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
             written = SimpleNamespace(A=A, Aqk=Aqk, k_neg=k_neg, qg=qg, kg=kg, decay=decay)
-            prepare(case, given, at, (scale, lower_bound), store_factors, written)
+            prepare(case, given, at, (scale, lower_bound), (store_factors, None), written)
 
     return fwd_gdn_prep
 

@@ -28,7 +28,17 @@ from kda_tl.templates.sm90 import fwd_recurrence
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost, start_from
 from kda_tl.templates.sm90.hopper import PAIRS, READY, TABLES
 from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur, states_bytes
-from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, QUERY, START, make_factors, reject_rows, take_powers
+from kda_tl.templates.sm90.powers import (
+    END,
+    GIVEN_ROWS,
+    LAST,
+    MULTIPLIED,
+    QUERY,
+    START,
+    make_factors,
+    reject_rows,
+    take_powers,
+)
 from kda_tl.templates.sm90.ready import FENCES, await_chunk
 from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
@@ -110,7 +120,7 @@ def load_chunk(z, x, i_t, i_h, tiles, slot, full, first, end):
     load_values(x.q, tiles.q, full, slot, first, end, i_k, 0)
     load_lower(x.A, i_t, i_h, tiles.A, slot, full)
     load_lower(x.Aqk, i_t, i_h, tiles.Aqk, slot, full)
-    T.tma_copy(x.powers[i_t, i_h, :, :], tiles.powers[slot, :, :], barrier=full[slot])
+    T.tma_copy(x.powers[i_t, i_h, :MULTIPLIED, :], tiles.powers[slot, :, :], barrier=full[slot])
 
 
 @T.macro
@@ -121,7 +131,7 @@ def alloc_tiles(z):
     Aqk_shared = T.alloc_shared((stages, BT, BT), io)
     q_shared = T.alloc_shared((stages, BT, K), io)
     k_shared = T.alloc_shared((stages, BT, K), io)
-    powers = T.alloc_shared((stages, 4, BT), "float32")
+    powers = T.alloc_shared((stages, MULTIPLIED, BT), "float32")
     return {"A": A_shared, "Aqk": Aqk_shared, "q": q_shared, "k": k_shared, "powers": powers}
 
 

@@ -1,4 +1,4 @@
-"""Parts of bwd_gdn_gradients: pairs of rows, products of rows with their gradients, and the end of all gradients."""
+"""Parts of bwd_gdn_gradients and of bwd_gdn_walk: pairs, products of rows with their gradients, and all ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.slopes import Slopes
+from kda_tl.templates.sm90.gates import find_step
 from kda_tl.templates.sm90.gradients import ASYNC
 from kda_tl.templates.sm90.rows import BC, BY_SUB_CHUNK
 from kda_tl.templates.sm90.warp import sum_following, sum_warp
@@ -119,53 +120,65 @@ def dot_states(states, at, dstate_shared, parts):
 
 
 @T.macro
-def store_gate(p, g, A_log, dt_bias, lower_bound, at, sums, parts, G, room, dg, dA_log_part, ddt_bias_part):
-    """Gradients of the raw gate, and the chunk's part of those of its parameters, a thread a token.
+def store_beta(p, beta, dbeta, db, at):
+    """Gradients of the raw step sizes."""
+    slopes = Slopes(p)
+    for i in T.Parallel(db.shape[0]):
+        if i < at.count:
+            raw = beta[at.start + i, at.i_hv]
+            step = find_step(p, raw)
+            dbeta[at.start + i, at.i_hv] = T.cast(db[i] / (step * step) * slopes.beta(raw), dbeta.dtype)
+
+
+@T.macro
+def store_gate(p, x, lower_bound, at, sums, parts, last):
+    """Gradients of the raw gate and the chunk's part of its parameters', by the first warp, two tokens a thread.
 
     The gradient of a decay is that of G summed from its token to the chunk's end, where states add theirs. ``sums`` are
-    products of q, of k as rows, of k as keys, and of k with what states give them; ``room`` is shared memory.
+    products of q, of k as rows, of k as keys, and of k with what states give them; ``last`` is the chunk's decay.
     """
-    BT, i, f32 = G.shape[0], T.get_thread_binding(), "float32"
+    lane, f32 = T.get_thread_binding(), "float32"
     slopes = Slopes(p, fast=True)
-    d = T.alloc_local((1,), f32)
+    early = T.alloc_local((1,), f32)
+    late = T.alloc_local((1,), f32)
     of_all = T.alloc_local((2,), f32)  # what states add; then of A_log and dt_bias
-    if i < BT:
-        of_all[0] = sums[3, 0, i] + sums[3, 1, i]
-        d[0] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
-        if i < ROWS_AT_ONCE:
-            of_all[0] = of_all[0] + T.exp2(G[BT - 1]) * parts[i]
-        sum_following(d)
+    halves = [early, late]
+    if lane < 32:
+        of_all[0] = T.if_then_else(lane < ROWS_AT_ONCE, last * parts[lane % ROWS_AT_ONCE], 0.0)
+        for n, half in enumerate(halves):
+            i = lane + 32 * n
+            of_all[0] += sums[3, 0, i] + sums[3, 1, i]
+            half[0] = sums[0, 0, i] + sums[0, 1, i] + sums[1, 0, i] + sums[1, 1, i] - (sums[2, 0, i] + sums[2, 1, i])
         sum_warp(of_all, 0)
-        if i % 32 == 0:
-            room[0, i // 32] = d[0]
-            room[1, i // 32] = of_all[0]
-    T.sync_threads()
-    if i < BT:
-        d[0] = d[0] + room[1, 0] + room[1, 1] + T.if_then_else(i < 32, room[0, 1], 0.0)
-        d[0] = T.if_then_else(i < at.count, d[0], 0.0)
+        for half in halves:
+            sum_following(half)
+        late[0] += of_all[0]
+        of_all[1] = late[0]
+        early[0] += T.shfl_sync(of_all[1], 0)
+        T.clear(of_all)
+        for n, half in enumerate(halves):
+            i = lane + 32 * n
+            d = T.alloc_local((2,), f32)
+            d[0] = T.if_then_else(i < at.count, half[0], 0.0)
+            if p.gate != "log":
+                rate = T.exp(x.A_log[at.i_hv]) if p.has_A_log else 1.0
+                raw = T.cast(T.if_then_else(i < at.count, x.g[at.start + i, at.i_hv, 0], 0), f32)
+                if p.has_dt_bias:
+                    raw = raw + x.dt_bias[at.i_hv, 0]
+                d[1] = d[0] * slopes.gate(raw, rate, lower_bound)
+                of_all[0] += slopes.A_log(raw, rate, d[1] if p.gate == "safe" else d[0])
+                of_all[1] += d[1]
+                d[0] = d[1]
+            if i < at.count:
+                x.dg[at.start + i, at.i_hv, 0] = T.cast(d[0], x.dg.dtype)
         if p.gate != "log":
-            rate = T.exp(A_log[at.i_hv]) if p.has_A_log else 1.0
-            x = T.cast(T.if_then_else(i < at.count, g[at.start + i, at.i_hv, 0], 0), f32)
-            if p.has_dt_bias:
-                x = x + dt_bias[at.i_hv, 0]
-            of_all[1] = d[0] * slopes.gate(x, rate, lower_bound)
-            of_all[0] = slopes.A_log(x, rate, of_all[1] if p.gate == "safe" else d[0])
-            d[0] = of_all[1]
             for n in range(2):
                 sum_warp(of_all, n)
-        else:
-            T.clear(of_all)
-        if i < at.count:
-            dg[at.start + i, at.i_hv, 0] = T.cast(d[0], dg.dtype)
-        if i % 32 == 0:
-            room[2, i // 32] = of_all[0]
-            room[3, i // 32] = of_all[1]
-    T.sync_threads()
-    if i == 0:
-        if p.has_A_log:
-            dA_log_part[at.i_t, at.i_hv] = room[2, 0] + room[2, 1]
-        if p.has_dt_bias:
-            ddt_bias_part[at.i_t, at.i_hv, 0] = room[3, 0] + room[3, 1]
+            if lane == 0:
+                if p.has_A_log:
+                    x.dA_log_part[at.i_t, at.i_hv] = of_all[0]
+                if p.has_dt_bias:
+                    x.ddt_bias_part[at.i_t, at.i_hv, 0] = of_all[1]
 
 
 def along(sums: Any, n: int, i: Any) -> Any:
@@ -175,16 +188,24 @@ def along(sums: Any, n: int, i: Any) -> Any:
 
 
 @T.macro
-def store_rows(p, rows, n, x, sums, factor, at, written):
-    """Gradients of q or k, x, less what norms take, by way of tile n of shared memory, where the rows are."""
-    own = HeadRows.of(written, at.start, at.i_hv)
+def take_norms(p, rows, slot, x, sums, n, norm):
+    """Gradients of q, or k, less what norms take; ``norm`` is a function of the token."""
     if p.l2norm:
         for i, c in T.Parallel(*x.shape):
-            norm = factor[BY_SUB_CHUNK.row_of(i) + n * BC]
-            x[i, c] = x[i, c] - norm * norm * along(sums, n, i) * T.cast(rows[n, i, c], "float32")
-        T.sync_threads()
+            x[i, c] = x[i, c] - norm(i) * norm(i) * along(sums, n, i) * T.cast(rows[slot, i, c], "float32")
+
+
+@T.macro
+def round_rows(x, rows, slot):
+    """What registers hold of a chunk's rows to shared memory."""
     for i, c in T.Parallel(*x.shape):
-        rows[n, i, c] = T.cast(x[i, c], rows.dtype)
-    for i, c in T.Parallel(*x.shape):
+        rows[slot, i, c] = T.cast(x[i, c], rows.dtype)
+
+
+@T.macro
+def store_rows(rows, slot, at, written):
+    """Rows of a chunk from shared memory."""
+    own = HeadRows.of(written, at.start, at.i_hv)
+    for i, c in T.Parallel(*rows.shape[1:]):
         if i < at.count:
-            own.rows[i, c] = rows[n, i, c]
+            own.rows[i, c] = rows[slot, i, c]

@@ -27,7 +27,11 @@ FACTORS = {
     "decay": "NT HV KP : f32",
 }
 # The same where the recurrence reads the caller's rows: powers of two and norms are a number a token
-PAIRS = {"A": FACTORS["A"], "Aqk": FACTORS["Aqk"], "powers": "NT HV 4 BT : f32"}
+PAIRS = {"A": FACTORS["A"], "Aqk": FACTORS["Aqk"], "powers": "NT HV 7 BT : f32"}
+# How far a walk must begin before what it is asked for: see reach
+BOUNDS = {"bounds": "NT HV : f32"}
+# Gradients of the states that segments end with, where they are not found otherwise: see bwd_gdn_states
+ENDS = {"ends": "NC HV V KP : f32"}
 # Whether these are in memory, 1 or 0, for a recurrence that begins before all are
 READY = {"ready": "NT HV : f32"}
 # Which chunks are a segment, and which tokens a chunk

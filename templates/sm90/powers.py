@@ -2,26 +2,36 @@
 
     k_neg = -diag(start) k      qg = diag(query) q      kg = diag(end) k      decay = last
 
-A number a token multiplies columns of what products leave in registers, so that the matrix unit reads rows as they
-came, and value heads find those that they share in the L2.
+Gradients also take what these are made of: G, scale rq and rk. A number a token multiplies columns of what products
+leave in registers, so that the matrix unit reads rows as they came, and value heads find those that they share in the
+L2.
 """
 
 from __future__ import annotations
+
+import torch
 
 from kda_tl.core.stage import Case, Operands
 from kda_tl.templates.common.chunks import share_heads, split_chunks
 from kda_tl.templates.common.language import T
 
-START, QUERY, END, LAST = range(4)  # which powers
+START, QUERY, END, LAST, GATE, QUERY_NORM, KEY_NORM = range(7)  # which
+MULTIPLIED = 4  # of these, what a recurrence multiplies with
 GIVEN_ROWS = {"q": "tokens H K : io", "k": "tokens H K : io"}
 
 
 def make_factors(case: Case, x: Operands) -> Operands:
-    """The same operands, and the factors that rows and powers stand for, in the dtype of powers."""
-    p, dtype = case.problem, x.powers.dtype
-    q, k = (share_heads(split_chunks(y.to(dtype), x.chunk_tokens, case.BT, width=p.KP), p.group) for y in (x.q, x.k))
-    start, query, end, decay = (y[..., None] for y in x.powers.unbind(2))
-    factors = {"k_neg": -start * k, "qg": query * q, "kg": end * k, "decay": decay[:, :, 0].expand(-1, -1, p.KP)}
+    """The same operands, and the factors that rows and powers stand for, in the dtype of powers; q may be missing."""
+    p = case.problem
+
+    def split(y: torch.Tensor) -> torch.Tensor:
+        return share_heads(split_chunks(y.to(x.powers.dtype), x.chunk_tokens, case.BT, width=p.KP), p.group)
+
+    start, query, end, decay = (y[..., None] for y in x.powers[:, :, :MULTIPLIED].unbind(2))
+    k = split(x.k)
+    factors = {"k_neg": -start * k, "kg": end * k, "decay": decay[:, :, 0].expand(-1, -1, p.KP)}
+    if "q" in vars(x):
+        factors["qg"] = query * split(x.q)
     return Operands(**{**vars(x), **factors})
 
 

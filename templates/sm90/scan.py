@@ -103,7 +103,10 @@ def walk_forwards(case, config, products, load_state, starts, tiles, ring, w, ke
         T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
         products.take_values(r, tiles, slot)
         stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
-        store_tiles((r.state_io, r.value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
+        if w.passed is None:
+            store_tiles((r.state_io, r.value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
+        elif c >= w.passed:
+            store_tiles((r.state_io, r.value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(r.state, num_regs=p.KP // 2)
         ring.release(slot)

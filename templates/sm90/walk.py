@@ -75,6 +75,7 @@ class Walk:
     chunks: Any  # their number
     start: Any  # the first token
     end: Any  # the token past the last
+    passed: Any = None  # so many of the first chunks are walked only to find a state, and nothing is kept of them
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,34 @@ def test_segments_cut_every_sequence(segments: int, seed: int) -> None:
         assert ends == sorted(ends) and lasts == sorted(lasts, reverse=True), lengths
 
 
+@pytest.mark.parametrize("segments", (1, 2, 4, 8, 16))
+def test_segments_know_their_sequence(segments: int, seed: int) -> None:
+    """The one that all their tokens are of, and its chunks from the first to the one past the last."""
+    rng = random.Random(seed)
+    cases = [[0], [1], [0, 0, 0], [64 * 40], [0, 64 * 20, 0, 1, 700]]
+    cases += [[rng.choice((0, 1, 64, 65, rng.randrange(2000))) for _ in range(rng.randrange(1, 9))] for _ in range(40)]
+    for lengths in cases:
+        tables, counts = make_layout(bounds_of(lengths), 64, CPU, segments)
+        chunks, first_chunks = walk(lengths, 64)
+        sequence_of_token = [n for n, length in enumerate(lengths) for _ in range(length)]
+        owners = tables["segment_sequences"]
+        assert owners.dtype == torch.int32 and owners.shape == (counts["NS"], 3) and owners.is_contiguous()
+        empty: list[int] = []
+        for (first, count, _, _), (n, begin, end) in zip(tables["segments"].tolist(), owners.tolist(), strict=True):
+            tokens = [start + i for start, held in chunks[first : first + count] for i in range(held)]
+            assert {sequence_of_token[token] for token in tokens} <= {n}, lengths
+            assert [begin, end] == first_chunks[n : n + 2], lengths
+            empty += [] if tokens else [n]
+        assert sorted(empty) == [n for n, length in enumerate(lengths) if length == 0], lengths
+        assert {*owners[:, 0].tolist()} == {*range(len(lengths))}, lengths
+
+
 def test_tables_and_sizes_have_the_names_of_pipelines() -> None:
     layout = make_layout(bounds_of((130, 0)), 64, CPU, 4)
     assert layout.sizes == {"tokens": 130, "NT": 3, "N": 2, "NS": 4, "NC": 2}
-    assert list(layout.tables) == ["chunk_tokens", "seq_chunks", "segments", "seq_segments"]
+    assert list(layout.tables) == ["chunk_tokens", "seq_chunks", "segments", "segment_sequences", "seq_segments"]
     assert layout.tables["segments"].tolist() == [[0, 1, 0, -1], [1, 1, -1, -1], [2, 1, -1, 0], [3, 0, 1, 1]]
+    assert layout.tables["segment_sequences"].tolist() == [[0, 0, 3], [0, 0, 3], [0, 0, 3], [1, 3, 3]]
     assert layout.tables["seq_segments"].tolist() == [[0, 2, 2], [2, 0, 3]]
 
 

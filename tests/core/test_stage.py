@@ -216,7 +216,8 @@ def test_lengths_do_not_decide(stage: Stage) -> None:
 @stages
 def test_shared_memory_is_asked_of_the_device(stage: Stage) -> None:
     """A device with next to none rejects every config of a stage that has tiles there, for that reason."""
-    for given in ({}, {"gate": "safe", "has_A_log": True}, {"dtype": "fp32", "K": 60, "V": 100}):
+    of_all: tuple[dict[str, Any], ...] = ({}, {"gate": "safe", "has_A_log": True}, {"dtype": "fp32", "K": 60, "V": 100})
+    for given in (*of_all, {"scalar_gate": True}):
         case = make_case(**{"gate": "log", **given})
         without = replace(case, device=replace(case.device, smem_bytes=16))
         for config in stage.candidates(case):
@@ -357,7 +358,7 @@ def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monk
     holds = {name: modules_of(name, folder) for name in templates.names()}
     for module in sorted(set().union(*holds.values())):
         assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
-    users = {"fwd_prep", "fwd_gdn_prep", "fwd_gdn_pairs", "bwd_gradients", "bwd_gdn_gradients"}
+    users = {"fwd_prep", "fwd_gdn_prep", "fwd_gdn_pairs", "bwd_gradients", "bwd_gdn_gradients", "bwd_gdn_walk"}
     assert edit("common/tile.py") == set(holds), "every stage is written in this vocabulary"
     assert edit("sm90/gates.py") == users, "those written with it"
     (folder / "common/deep.py").write_text("")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import Call, draw_backward, operator_arguments
+from support.cases import TENSORS, Call, draw_backward, operator_arguments
 from support.gpu_calls import assert_same_bits, check_stage, differentiate, draw, leaves_of, outputs, seeds_of
 from support.gpu_cases import (
     CUT,
@@ -14,8 +14,10 @@ from support.gpu_cases import (
     FORWARD,
     GRADIENT_TOLERANCE,
     SCANNED,
-    backward_of,
+    WALKED,
+    WALKS,
     hopper_plan,
+    scan_plan,
     stage_case,
     tolerance_of,
 )
@@ -50,6 +52,19 @@ def test_many_segments_equal_reference(stage_name: str, name: str, segments: int
         check_stage(stage, name, stage.default(stage_case(stage_name, name)), seed, pipeline, lengths)
 
 
+@pytest.mark.parametrize("stage_name", WALKS)
+@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("segments", (0, 2, 4, 8))
+def test_walks_equal_reference(stage_name: str, name: str, decay: str, segments: int, seed: int) -> None:
+    """Of whole sequences and of segments that find where they begin, or, where 17 chunks are not enough, are told."""
+    pipeline = PIPELINES[f"gdn_walk_segments_{segments}" if segments else "gdn_walk"]
+    stage = templates.load(stage_name)
+    for lengths in ((2400,), (2000, 0, 65, 1, 333)):
+        config = stage.default(stage_case(stage_name, name))
+        check_stage(stage, name, config, seed, pipeline, lengths, decay)
+
+
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> None:
@@ -69,7 +84,7 @@ def gradients_of(name: str, call: Call, segments: int, **changes: Any) -> dict[s
     """By the names of the tensors, with the default plan of the backward that cuts into segments, or does not."""
     arguments = operator_arguments(call) | changes
     leaves = leaves_of(arguments)
-    with kda_tl.pin(hopper_plan(backward_of(SCANNED[name][1]), segments)):
+    with kda_tl.pin(scan_plan(name, segments)):
         found = differentiate(arguments, leaves, seeds_of(call), call.problem.operator)
     return dict(zip(leaves, found, strict=True))
 
@@ -81,7 +96,7 @@ def test_gradients_of_cut_sequences_equal_those_of_whole_ones(name: str, decay: 
     call = draw_backward(draw(name, (5000, 64, 0, 700), seed, decay, varlen=True), seed)
     whole = gradients_of(name, call, 0)
     tolerance = GRADIENT_TOLERANCE[call.problem.dtype]
-    for segments in (4, 8, 16):
+    for segments in (2, 4, 8, 16) if name in WALKED else (4, 8, 16):
         found = gradients_of(name, call, segments)
         errors = {tensor: relative_error(grad, whole[tensor]) for tensor, grad in found.items()}
         if "A_log" in errors:
@@ -89,6 +104,20 @@ def test_gradients_of_cut_sequences_equal_those_of_whole_ones(name: str, decay: 
             terms = call.slope_terms(whole["g"].double().view_as(call.x["g"])).abs().sum(0).norm()
             errors["A_log"] *= float(size / max(size, terms))
         assert max(errors.values()) < tolerance, f"{errors} {segments} segments"
+
+
+@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("lengths", ((2400,), (2000, 0, 65, 1, 333)), ids=("long", "packed"))
+def test_gradients_of_walks_equal_recurrence(name: str, decay: str, lengths: tuple[int, ...], seed: int) -> None:
+    """By autograd in float64, of sequences that are cut in two and more."""
+    call = draw_backward(draw(name, lengths, seed, decay, varlen=len(lengths) > 1), seed)
+    tolerance = GRADIENT_TOLERANCE[call.problem.dtype]
+    for segments in (2, 4, 8):
+        found = gradients_of(name, call, segments)
+        errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS}, tolerance)
+        assert max(errors.values()) < tolerance, f"{errors} {segments} segments"
+        assert all(grad.isfinite().all() for grad in found.values())
 
 
 @pytest.mark.parametrize("name", SCANNED)

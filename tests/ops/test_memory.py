@@ -34,7 +34,7 @@ from kda_tl.templates.pipelines import PIPELINES
 
 H200 = known_device("nvidia_h200")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4}
-TABLES = 4 * (2 * 128 + 2 + 4 + 3)  # of one sequence of 128 chunks
+TABLES = 4 * (2 * 128 + 2 + 4 + 3 + 3)  # of one sequence of 128 chunks
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.dispatch_cases import H200, PROBLEM
 
+from kda_tl.bench.workloads import select
 from kda_tl.core.device import Device
 from kda_tl.core.layout import dense_bounds, make_layout
 from kda_tl.core.problem import DTYPES, Problem
@@ -22,6 +23,7 @@ from kda_tl.runtime.dispatch import (
     DEFAULT_PIPELINES,
     Pin,
     default_plan,
+    iter_defaults,
     numerics_class,
     parse_plan,
     rank_pipelines,
@@ -74,7 +76,8 @@ GDN = {"operator": "chunk_gated_delta_rule", "scalar_gate": True, "gate": "log"}
 )
 def test_few_heads_of_long_sequences_are_cut(changes: dict[str, Any], segments: int) -> None:
     """In both passes of both operators: into as many segments as fill the GPU, if they are long enough."""
-    for given, forward, backward in (({}, "prep_recurrence", "prep_scan"), (GDN, "gdn_pairs", "gdn_scan")):
+    gdn = GDN | {"K": 64}  # which the walk back of all gradients does not take, see below
+    for given, forward, backward in (({}, "prep_recurrence", "prep_scan"), (gdn, "gdn_pairs", "gdn_scan")):
         problem = replace(PROBLEM, H=1, HV=8, tokens=32768, longest=0, **given)
         problem = replace(problem, **{"longest": 0} | changes)
         for direction, whole in (("fwd", forward), ("bwd", backward)):
@@ -85,6 +88,35 @@ def test_few_heads_of_long_sequences_are_cut(changes: dict[str, Any], segments: 
         if segments > 1 and not problem.varlen:  # they are counted as a layout does: all sequences together
             bounds = dense_bounds(problem.sequences, problem.longest)
             assert make_layout(bounds, 64, torch.device("cpu"), segments).sizes["NS"] == segments
+
+
+@pytest.mark.parametrize(
+    ("changes", "pipeline"),
+    [
+        ({}, "gdn_walk_segments_4"),  # 128 thread blocks for 132 multiprocessors
+        ({"HV": 33}, "gdn_walk_segments_4"),
+        ({"HV": 34}, "gdn_scan"),  # 136 of four segments take two rounds, and 68 of two leave half of the GPU idle
+        ({"HV": 46}, "gdn_scan"),  # less than .7 of the GPU's time, in four segments too
+        ({"HV": 47}, "gdn_walk_segments_2"),
+        ({"HV": 23}, "gdn_scan"),
+        ({"HV": 24}, "gdn_walk_segments_4"),
+        ({"HV": 64}, "gdn_walk_segments_2"),
+        ({"HV": 96}, "gdn_walk"),  # as busy as in two segments
+        ({"HV": 8}, "gdn_scan_segments_8"),  # eight segments of one block each are not used unasked
+        ({"tokens": 2048}, "gdn_walk_segments_4"),
+        ({"tokens": 1984}, "gdn_scan"),  # segments of less than eight chunks
+        ({"HV": 132, "tokens": 100}, "gdn_walk"),  # what is not cut may be short
+        ({"sequences": 4, "longest": 2048}, "gdn_walk"),
+        ({"sequences": 4, "longest": 6000, "varlen": True}, "gdn_walk_segments_4"),  # the longest is what is waited for
+        ({"tokens": 0}, "gdn_scan"),
+        ({"K": 64}, "gdn_scan"),
+    ],
+)
+def test_a_walk_back_of_all_gradients_where_it_fills_the_gpu(changes: dict[str, Any], pipeline: str) -> None:
+    problem = replace(PROBLEM, H=1, HV=32, tokens=8192, longest=0, direction="bwd", **GDN)
+    choice = select_plan(replace(problem, **changes), H100, [])
+    assert choice.plan is not None and choice.plan.pipeline == pipeline
+    assert choice.plan.kept is PIPELINES[pipeline].keeps is ("walk" in pipeline)
 
 
 def test_what_is_cut_is_what_stages_take() -> None:
@@ -170,3 +202,19 @@ def test_default_plan_runs_everywhere(slug: str) -> None:
         except InputError as error:
             failures.append(f"K={K} V={V} {dtype}: {error}")
     assert not failures, f"{len(failures)} of 72 problems, as {failures[0]}"
+
+
+@pytest.mark.parametrize("device", [H200, known_device("nvidia_a100_sxm4_80gb")], ids=lambda device: device.slug)
+def test_steps_have_no_chunks(device: Device) -> None:
+    (step,) = select(["kda-decode-B32-fp32"])
+    plans = list(iter_defaults(step.problem(), device))
+    assert [plan.pipeline for plan in plans] == (["decode_rows", "decode"] if device is H200 else ["decode"])
+    assert {(plan.BT, plan.BC, plan.label, numerics_class(plan)) for plan in plans} == {
+        (0, 0, plan.pipeline, f"{plan.pipeline}-accf32") for plan in plans
+    }
+    stored = plans[0].as_dict()
+    assert parse_plan(stored, step.problem(), device) == plans[0]
+    with pytest.raises(InputError, match="a step has no chunks"):
+        parse_plan(stored | {"BT": 64, "BC": 16}, step.problem(), device)
+    with pytest.raises(InputError, match="a fwd has chunks"):
+        parse_plan(default_plan(PROBLEM, device).as_dict() | {"BT": 0, "BC": 0}, PROBLEM, device)

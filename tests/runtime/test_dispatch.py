@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -14,11 +15,12 @@ from support.dispatch_cases import H200, PROBLEM, make_database, make_plan
 
 import kda_tl
 from kda_tl.core.device import cpu_device
-from kda_tl.core.stage import BT_CHOICES, Case, Plan
+from kda_tl.core.stage import BT_CHOICES, Case, Plan, static_sizes
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.database.store import Database, Entry
 from kda_tl.errors import InputError
+from kda_tl.ops.call import choose_backward_of
 from kda_tl.runtime.dispatch import (
     Pin,
     default_plan,
@@ -27,6 +29,7 @@ from kda_tl.runtime.dispatch import (
     pipeline_defaults,
     select_plan,
 )
+from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.templates.sm90.outputs import OutputConfig
 
 H100 = known_device("nvidia_h100_80gb_hbm3")
@@ -291,6 +294,24 @@ def test_same_architecture_names_both_devices(tmp_path: Path) -> None:
     database = make_database(tmp_path, make_entry(PROBLEM, make_plan(BT=32)), device=H100)
     reason = select_plan(PROBLEM, H200, [database]).reason
     assert "nvidia_h100_80gb_hbm3" in reason and "nvidia_h200" in reason and "sm_90a" in reason
+
+
+@pytest.mark.parametrize("name", [p.name for p in PIPELINES.values() if p.direction == "bwd" and "gdn" in p.name])
+def test_residuals_are_kept_unasked_where_they_are_small(name: str) -> None:
+    """Of what a forward makes for the walk back, which has less than a quarter of a chunk's states' bytes in fp32."""
+    problem = replace(PROBLEM, operator="chunk_gated_delta_rule", scalar_gate=True, gate="log")
+    forward = pipeline_defaults("gdn_pairs", Case(problem=problem, device=H200, BT=64, BC=16))
+    case = Case(problem=replace(problem, direction="bwd"), device=H200, BT=64, BC=16)
+    with kda_tl.pin(pipeline_defaults(name, case)):
+        unasked, asked = (choose_backward_of(problem, H200, None, forward, keep).residuals for keep in (False, True))
+    walks, pipeline = "walk" in name, PIPELINES[name]
+    assert unasked == (pipeline.residuals if walks else ())
+    assert asked == (pipeline.residuals if walks or name == "gdn_scan" else ())
+    if walks:
+        specs, sizes = pipeline.stages[0].specs, static_sizes(case) | {"NT": 1}
+        width = {"bf16": 2, "fp32": 4}
+        held = [math.prod(specs[of].shape(sizes)) * width[specs[of].element(problem)] for of in unasked]
+        assert sum(held) < problem.HV * problem.K * problem.V
 
 
 def test_a_plan_without_kernels_is_passed_over(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@
 
 using std::max;
 using std::min;
+// Of a number and what is none, CUDA's give the number
+inline float max(float a, float b) { return std::fmax(a, b); }
+inline float min(float a, float b) { return std::fmin(a, b); }
 typedef unsigned char uchar;
 struct int3_ {
   int x, y, z;
@@ -309,5 +312,7 @@ template <class T>
 T __shfl_up_sync(unsigned, T x, int offset, int) { return tl::shfl(x, tl::lane() - offset); }
 template <class T>
 T __shfl_down_sync(unsigned, T x, int offset, int) { return tl::shfl(x, tl::lane() + offset); }
+template <class T>
+T __shfl_sync(unsigned, T x, int from, int) { return tl::shfl(x, from); }
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int offset, int) { return tl::shfl_xor(x, offset); }

@@ -93,6 +93,7 @@ def check_stage(
     seed: int,
     pipeline: Pipeline | None = None,
     lengths: tuple[int, ...] = PACKED,
+    decay: str = "mixed",
 ) -> None:
     """A kernel against its reference, on what the references of the stages before it made."""
     case = stage_case(stage.name, name)
@@ -100,7 +101,7 @@ def check_stage(
         with pytest.raises(CompileError, match=re.escape(config.reject(case) or "")):
             compile_stage(stage, case, config)
         return
-    call, pipeline = draw(name, lengths, seed, varlen=True), pipeline or pipeline_of(stage.name)
+    call, pipeline = draw(name, lengths, seed, decay, varlen=True), pipeline or pipeline_of(stage.name)
     if pipeline.direction == "bwd":
         call = draw_backward(call, seed)
     case = replace(case, problem=call.problem)

@@ -116,6 +116,19 @@ SCANNED = {
     ),
     "scan-gdn-log-K128-V64": make(64, 1, 2, 128, 64, **LOG, **GDN, beta="plain"),
 }
+# And for the one that walks back with all gradients: of heads that share keys and that do not, with the gate inside and
+# outside, norms and steps of each kind, and any of the two states
+WALKED = {
+    "walk-gdn-softplus-GVA-vk": WHOLE["prep-gdn-softplus-K128-V128-GVA-vk"],
+    "walk-gdn-log-bare": make(
+        64, 2, 2, 128, 128, **LOG, **GDN, l2norm=False, beta="plain", initial_state=False, final_state=False
+    ),
+    "walk-gdn-softplus-GVA-from": make(
+        64, 1, 3, 128, 128, **GDN, gate="softplus", has_dt_bias=False, g_dtype="fp32", final_state=False
+    ),
+    "walk-gdn-log-to": make(64, 2, 2, 128, 128, **LOG, **GDN, l2norm=False, beta="sigmoid2", initial_state=False),
+}
+SCANNED |= WALKED
 # Head dimensions that are no power of two when they are padded; two of each are drawn, new ones each run
 ODD_DIMS = (80, 96, 130, 160, 200)
 
@@ -145,9 +158,13 @@ OTHER = {
 }
 # Stages that take cut sequences of cases which the stages around them do not
 APART = ("fwd_merge", "bwd_scan", "bwd_gdn_scan", "bwd_segment", "bwd_merge", "bwd_resume")
+WALKS = ("bwd_gdn_states", "bwd_gdn_walk")  # stages that take cut sequences, and find where they begin
 BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
 # One of each gate for long sequences: their truth is token by token, 4096 of them in a row. Defaults cut these
-LONG = ("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "bf16-log-K128-V128-BT16", "scan-softplus-K64-V128")
+LONG = (
+    *("bf16-safe-K128-V128", "bf16-softplus-K100-V60-H4", "bf16-log-K128-V128-BT16"),
+    *("scan-softplus-K64-V128", "walk-gdn-softplus-GVA-vk"),
+)
 LONG_TOKENS = (1000, 4096)
 FORWARD = SPECIALISED | HOPPER | ODD | OTHER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
@@ -179,9 +196,22 @@ def hopper_pipeline(problem: Problem, segments: int = 0) -> str:
     return "gdn_pairs" if problem.scalar_gate and problem.K in (64, 128) else f"{family}_recurrence"
 
 
+def default_of(pipeline: str, problem: Problem) -> Plan:
+    """The default of a pipeline that only Hopper runs."""
+    return pipeline_defaults(pipeline, Case(problem=problem, device=device(), BT=64, BC=16))
+
+
 def hopper_plan(problem: Problem, segments: int = 0) -> Plan:
-    """Its default."""
-    return pipeline_defaults(hopper_pipeline(problem, segments), Case(problem=problem, device=device(), BT=64, BC=16))
+    """That of :func:`hopper_pipeline`."""
+    return default_of(hopper_pipeline(problem, segments), problem)
+
+
+def scan_plan(name: str, segments: int = 0) -> Plan:
+    """That of the backward of a specialisation that only Hopper runs, which scans, or walks."""
+    problem = backward_of(SCANNED[name][1])
+    if name in WALKED:
+        return default_of(f"gdn_walk_segments_{segments}" if segments else "gdn_walk", problem)
+    return hopper_plan(problem, segments)
 
 
 def cut_plan(problem: Problem) -> Plan:
@@ -201,7 +231,7 @@ def backward_plan(name: str) -> tuple[Problem, Plan]:
     """What runs the backward of a specialisation."""
     BT, problem = BACKWARD[name]
     problem = backward_of(problem)
-    return problem, hopper_plan(problem) if name in SCANNED else plan_of(problem, BT)
+    return problem, scan_plan(name) if name in SCANNED else plan_of(problem, BT)
 
 
 def tolerance_of(problem: Problem) -> float:
@@ -224,7 +254,7 @@ def pipeline_of(stage_name: str) -> Pipeline:
 
 def stage_case(stage_name: str, name: str) -> Case:
     """What a stage is built for: its pass has chunks of its own where the other's do not fit the device."""
-    BT, problem = FORWARD[name]
+    BT, problem = (FORWARD | BACKWARD)[name]
     problem = replace(problem, direction=pipeline_of(stage_name).direction)
     return case_of(problem, plan_of(problem, BT))
 
@@ -309,9 +339,9 @@ def list_kernels() -> list[Job]:
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BACKWARD[name][0])))
         before = next(iter_defaults(forward_of(problem), device(), BT=BACKWARD[name][0]))
         wanted += jobs_of(backward_of(problem), before)  # what keeps residuals makes them as the backward would
-    for BT, problem in SCANNED.values():  # the forward that is called before, and the same backward of segments
+    for name, (BT, problem) in SCANNED.items():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
-        wanted += jobs_of(backward_of(problem), cut_plan(backward_of(problem)))
+        wanted += jobs_of(backward_of(problem), scan_plan(name, segments=8))
     for BT_of_it, problem in (BACKWARD[name] for name in LONG):
         long = replace(problem, tokens=LONG_TOKENS[-1])
         for each in (long, backward_of(long)):
@@ -328,7 +358,8 @@ def list_kernels() -> list[Job]:
         for plan in (first, *equal_plans(first)):
             wanted += jobs_of(MAIN, plan)
     for stage in STAGES.values():
-        cases = [stage_case(stage.name, name) for name in SPECIALISED | OTHER | (CUT if stage.name in APART else {})]
+        more = (CUT if stage.name in APART else {}) | (WALKED if stage.name in WALKS else {})
+        cases = [stage_case(stage.name, name) for name in SPECIALISED | OTHER | more]
         wanted += [(stage.name, case, config) for case in cases if not (config := stage.default(case)).reject(case)]
     for tokens, problem in FORWARD.values():
         for plan in (hopper_plan(problem), cut_plan(problem)) if tokens == 64 else ():

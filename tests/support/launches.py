@@ -77,8 +77,21 @@ def reverse_chunks(stage: Stage, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: x.flip(0) if name in chunked and x is not None else x for name, x in inputs.items()}
 
 
+def take_apart(stage: Stage, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name; where a dimension is a number, so many kinds of rows lie in one, and each is one by itself."""
+    apart = {}
+    for name, x in tensors.items():
+        axis = next((axis for axis, dim in enumerate(stage.specs[name].dims) if dim.isdigit()), None)
+        rows = {name: x} if axis is None else {f"{name} {n}": row for n, row in enumerate(x.unbind(axis))}
+        apart.update(rows)
+    return apart
+
+
 def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, float]:
-    """Error of each output of a kernel against the stage's reference on the very same numbers, as a tuner judges it."""
+    """Error of each output of a kernel against the stage's reference on the very same numbers, as a tuner judges it.
+
+    But kinds of rows that lie in one tensor are judged one by one: small ones would be lost beside large ones.
+    """
     stage, case = kernel.stage, kernel.case
     given = {}
     for name, x in inputs.items():
@@ -90,8 +103,9 @@ def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) 
     outputs = launch_poisoned(kernel, given, sizes)
     expected = stage.reference(case, Operands(**exact))
     assert outputs.keys() == expected.keys()
+    found, expected = take_apart(stage, outputs), take_apart(stage, expected)
     weight = {name: error_weight(truth, stage.rms_floor, name) for name, truth in expected.items()}
-    return {name: weight[name] * relative_error(outputs[name], truth) for name, truth in expected.items()}
+    return {name: weight[name] * relative_error(found[name], truth) for name, truth in expected.items()}
 
 
 def sizes_of(call: Call, BT: int, segments: int = 1) -> dict[str, int]:

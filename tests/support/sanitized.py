@@ -33,13 +33,17 @@ BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dty
 SOFTPLUS = replace(BF16, HV=2, gate="softplus", intermediate_states=True)
 PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
 GATED_DELTA_RULE = replace(SOFTPLUS, operator="chunk_gated_delta_rule", scalar_gate=True)
-# Other ways through some kernels: problems, lengths, stages
+WALKS = ("bwd_gdn_states", "bwd_gdn_walk")
+SLOW = -12.0  # raw gate of softplus that forgets next to nothing
+# Other ways through some kernels: problems, lengths, stages, and a raw gate of all tokens if none is to be drawn
 APART = (
     (
         GATED_DELTA_RULE,
         LENGTHS,
-        ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_scan", "bwd_gdn_gradients"),
+        ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_scan", "bwd_gdn_gradients", *WALKS),
     ),
+    (replace(GATED_DELTA_RULE, HV=1), (1300, 0, 70), WALKS),  # segments that find where they begin
+    (GATED_DELTA_RULE, (1300, 0, 70), WALKS, SLOW),  # and that are told, since gates remember more chunks than that
     (replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),
     (replace(BF16, K=96, V=160), LENGTHS, ("fwd_state", "bwd_state")),
     (BF16, (4000,), ("fwd_segment",)),  # segments of some chunks, of which gates leave nothing
@@ -61,11 +65,15 @@ def words(config: Config) -> list[str]:
     return [value for value in config.as_dict().values() if isinstance(value, str)]
 
 
-def launches(problem: Problem, lengths: tuple[int, ...], seed: int, names: Collection[str]) -> list[Launch]:
+def launches(
+    problem: Problem, lengths: tuple[int, ...], seed: int, names: Collection[str], gate: float | None = None
+) -> list[Launch]:
     """These stages, each of the first pipeline that has it, with three configs and inputs in float64."""
     device = cuda_device(0)
     forward = draw_call(problem, lengths, seed)
-    if not problem.bounded_gate:  # the last sequence decays further than anchors can follow
+    if gate is not None:
+        forward.x["g"].fill_(gate)
+    elif not problem.bounded_gate:  # the last sequence decays further than anchors can follow
         forward.x["g"][-lengths[-1] :: 3] = 300.0
     plan, found = default_plan(problem, device), []
     seen: set[str] = set()
@@ -101,8 +109,8 @@ def all_launches(seed: int, names: Collection[str] = ()) -> list[Launch]:
     """Those of these stages, or of all, on every problem."""
     wanted = names or tuple(STAGES)
     work = [launch for problem in PROBLEMS for launch in launches(problem, LENGTHS, seed, wanted)]
-    for problem, lengths, stages in APART:
-        work += launches(problem, lengths, seed, [name for name in stages if name in wanted])
+    for problem, lengths, stages, *gate in APART:
+        work += launches(problem, lengths, seed, [name for name in stages if name in wanted], *gate)
     if missing := set(wanted) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     return work

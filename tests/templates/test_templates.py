@@ -257,6 +257,13 @@ SETUPS = {
         "scalar_gate": True,
         "rank": 2,
     },
+    "K128-V128-bf16-softplus-scalar": {
+        "K": 128,
+        "V": 128,
+        "dtype": "bf16",
+        "gate": "softplus",
+        "scalar_gate": True,
+    },
     "K64-V128-bf16-log-scalar": {"K": 64, "V": 128, "dtype": "bf16", "gate": "log", "scalar_gate": True},
     "K230-V128-bf16-safe": {"K": 230, "V": 128, "dtype": "bf16", "gate": "safe"},
     "K256-V256-fp32-log": {"K": 256, "V": 256, "dtype": "fp32", "gate": "log", "HV": 2},

@@ -1,0 +1,105 @@
+"""Where a walk must begin so that what lies before it does not count: segments that find their own start.
+
+A state, or its gradient, changes in a chunk by a transition whose norm fwd_gdn_pairs bounds. A walk that begins so many
+chunks before its segment that less than 2^-64 of what was there can be left begins with zero, and any other at the
+sequence's end, with what is known there. The walk back of gradients, whose chunks cost more, takes at most FAR chunks
+so: where gates remember more, it begins with what another walk, that keeps nothing else, found at the segment's end.
+So slow gates cost some time and no accuracy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kda_tl.core.stage import Operands
+from kda_tl.templates.common.language import T
+
+VANISHED = -64.0  # log2 of what is left
+LEAST = -128.0  # of one chunk: sums stay finite
+FAR = 16  # chunks
+AT_ONCE = 8  # chunks whose bounds are read side by side
+# Of each segment its sequence, that one's first chunk and the chunk past its last
+OWNERS = {"segment_sequences": "NS 3 : i32"}
+
+
+@T.macro
+def find_reach(bounds, i_h, edge, step, most):
+    """How many chunks, ``edge`` the first and ``step`` from one to the next, at most ``most``, a walk takes before its
+    segment.
+    """
+    total = T.alloc_var("float32")
+    reach = T.alloc_var("int32")
+    found = T.alloc_local((AT_ONCE,), "float32")
+    total = 0.0
+    reach = 0
+    while (reach < most) & (total > VANISHED):
+        for n in T.unroll(AT_ONCE):
+            found[n] = bounds[edge + step * T.min(reach + n, most - 1), i_h]
+        for n in T.unroll(AT_ONCE):
+            if (reach < most) & (total > VANISHED):
+                total = total + T.max(found[n], LEAST)
+                reach = reach + 1
+    return reach
+
+
+@T.macro
+def find_forwards(x, i_s, i_h):
+    """Of the walk forwards that a segment takes: its first chunk, their number, how many are passed only to find the
+    state, the first token, the segment's own first, the one past the end, and the sequence whose state it begins with,
+    or -1.
+    """
+    own, count = x.segments[i_s, 0], x.segments[i_s, 1]
+    earlier = own - x.owners[i_s, 1]
+    passed = find_reach(x.bounds, i_h, own - 1, -1, earlier)
+    last = T.max(own + count - 1, 0)
+    start = x.chunk_tokens[T.min(own - passed, last), 0]
+    own_start = x.chunk_tokens[T.min(own, last), 0]
+    end = x.chunk_tokens[last, 0] + x.chunk_tokens[last, 1]
+    i_n = T.if_then_else(passed == earlier, x.owners[i_s, 0], -1)
+    return own - passed, count + passed, passed, start, own_start, end, i_n
+
+
+@T.macro
+def find_backwards(x, i_s, i_h):
+    """How many chunks a walk back takes before a segment, which its gradient of the state then begins with, and whether
+    these are all that follow in its sequence; more than FAR where it is to begin with what is known of its end.
+    """
+    edge = x.segments[i_s, 0] + x.segments[i_s, 1]
+    later = x.owners[i_s, 2] - edge
+    reach = find_reach(x.bounds, i_h, edge, 1, T.min(later, FAR + 1))
+    return reach, reach == later
+
+
+@T.macro
+def find_far(x, i_n, i_h):
+    """The first of a sequence's segments whose end a walk of its own does not reach, counted from its first; their
+    number but for the last one if there is none.
+    """
+    begun = T.alloc_var("int32")
+    near = T.alloc_var("int32")
+    begun = 0
+    near = 1
+    while (begun < x.cuts[i_n, 1]) & (near > 0):
+        reach, _ = find_backwards(x, x.cuts[i_n, 0] + begun, i_h)
+        if reach > FAR:
+            near = 0
+        else:
+            begun = begun + 1
+    return begun
+
+
+def count_reach(bounds: list[float]) -> int:
+    """PyTorch twin, of one head's bounds, in the order of the walk: how many chunks it takes."""
+    total = 0.0
+    for n, bound in enumerate(bounds):
+        if total <= VANISHED:
+            return n
+        total += max(bound, LEAST)
+    return len(bounds)
+
+
+def join_segments(x: Operands) -> Operands:
+    """The same operands with whole sequences for segments."""
+    whole = x.segment_sequences.unique(dim=0)
+    sequences = torch.stack([whole[:, 1], whole[:, 2] - whole[:, 1], whole[:, 0], whole[:, 0]], 1)
+    return Operands(**vars(x) | {"segments": sequences})
