@@ -1,6 +1,8 @@
 """Times Gated DeltaNet's pipelines beside each other: ``python compare_gdn.py OUT.json [--peers FLA FlashQLA]``.
 
-A part alone: ``--only train``, ``--rows 0 2`` or ``--rows 16/64-2048x4`` (H / HV, tokens x batch).
+A part alone: ``--only train``, ``--rows 0 2`` or ``--rows 16/64-2048x4`` (H / HV, tokens x batch), of these or of any
+other shape. Gates of a token are log sigmoid(x), x normal, times a factor of ``--gates``; ``layer`` are those that
+layers of Gated DeltaNet begin with, -A softplus(x + b), A from 0 to 16 and softplus(b) from .001 to .1, a head each.
 
 FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
 cold L2, medians of 20 replays. A training step is the forward and all gradients; its forward is timed alone too.
@@ -10,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -27,23 +31,25 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan
 from kda_tl.reference import relative_error
 from kda_tl.runtime.dispatch import pipeline_defaults
+from kda_tl.templates.pipelines import PIPELINES as ALL
 
 ROWS = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 64, 8192, 1), (2, 8, 32768, 1), (16, 64, 2048, 4), (16, 64, 1024, 8))
 TRAINED = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 32, 32768, 1), (4, 8, 32768, 1))
+PAIRS = {"A", "Aqk", "powers"}
 SHAPES = {"fwd": ROWS, "train": TRAINED}
 PIPELINES = {
     "fwd": ("gdn_pairs", "gdn_recurrence", "gdn_segments_4", "gdn_segments_8", "staged"),
-    "bwd": ("gdn_scan", "gdn_scan_segments_4", "gdn_scan_segments_8", "staged_backward"),
+    "bwd": (
+        *(f"gdn_walk_segments_{n}" for n in (2, 4, 8, 16)),
+        "gdn_scan",
+        "gdn_scan_segments_4",
+        "gdn_scan_segments_8",
+        "staged_backward",
+    ),
 }
 
 
 Shape = tuple[int, int, int, int]
-
-
-def name_of(shape: Shape) -> str:
-    """``16/64-2048x4``: H / HV, tokens x batch."""
-    H, HV, tokens, batch = shape
-    return f"{H}/{HV}-{tokens}x{batch}"
 
 
 def choose(only: str | None, rows: list[str] | None) -> dict[str, tuple[Shape, ...]]:
@@ -54,13 +60,15 @@ def choose(only: str | None, rows: list[str] | None) -> dict[str, tuple[Shape, .
     parts = {part: shapes for part, shapes in SHAPES.items() if only in (None, part)}
     if rows is None:
         return parts
-    known = {part: {str(n): shape for n, shape in enumerate(shapes)} for part, shapes in parts.items()}
-    for part, shapes in parts.items():
-        known[part] |= {name_of(shape): shape for shape in shapes}
-    if unknown := [row for row in rows if not any(row in shapes for shapes in known.values())]:
-        names = ", ".join(dict.fromkeys(name_of(shape) for shapes in parts.values() for shape in shapes))
-        raise ValueError(f"there is no row {', '.join(unknown)}: give an index, or one of {names}")
-    return {part: tuple(dict.fromkeys(known[part][row] for row in rows if row in known[part])) for part in parts}
+    named: list[Shape] = []
+    for row in rows:
+        if found := re.fullmatch(r"(\d+)/(\d+)-(\d+)x(\d+)", row):
+            H, HV, tokens, batch = map(int, found.groups())
+            named.append((H, HV, tokens, batch))
+        elif not any(row in map(str, range(len(shapes))) for shapes in parts.values()):
+            raise ValueError(f"there is no row {row}: give an index, or a name such as 16/64-2048x4")
+    places = [int(row) for row in rows if row.isdigit()]
+    return {part: (*(shapes[n] for n in places if n < len(shapes)), *named) for part, shapes in parts.items()}
 
 
 def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan:
@@ -72,7 +80,9 @@ def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan
     return pipeline_defaults(pipeline, Case(problem=problem, device=current_device(), BT=64, BC=16))
 
 
-def draw(H: int, HV: int, tokens: int, batch: int, seed: int = 1, device: str = "cuda") -> list[torch.Tensor]:
+def draw(
+    H: int, HV: int, tokens: int, batch: int, gates: str = "1", seed: int = 1, device: str = "cuda"
+) -> list[torch.Tensor]:
     """q, k, v, g, beta and the initial state."""
     rng = torch.Generator(device).manual_seed(seed)
 
@@ -81,7 +91,13 @@ def draw(H: int, HV: int, tokens: int, batch: int, seed: int = 1, device: str = 
 
     q, k = (torch.nn.functional.normalize(normal(batch, tokens, H, 128), dim=-1).bfloat16() for _ in range(2))
     v = normal(batch, tokens, HV, 128).bfloat16()
-    g = torch.nn.functional.logsigmoid(normal(batch, tokens, HV))
+    g = normal(batch, tokens, HV)
+    if gates == "layer":
+        A, dt = (torch.rand(HV, generator=rng, device=device) for _ in range(2))
+        dt = 1e-3 * 100**dt
+        g = -16 * A * torch.nn.functional.softplus(g + dt + torch.log(-torch.expm1(-dt)))
+    else:
+        g = float(gates) * torch.nn.functional.logsigmoid(g)
     return [q, k, v, g, normal(batch, tokens, HV).sigmoid().bfloat16(), 0.1 * normal(batch, HV, 128, 128)]
 
 
@@ -117,6 +133,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=("FLA", "FlashQLA"), default=[], help="they compile for minutes")
     parser.add_argument("--only", choices=tuple(SHAPES), help="one part instead of both")
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows of each part: indices from 0, or names")
+    parser.add_argument("--gates", nargs="+", default=["1"], help="factors, or layer")
     parser.add_argument("--pipelines", nargs="+", help="these alone; results are compared with the last one's")
     args = parser.parse_args()
     try:
@@ -129,8 +146,8 @@ def main() -> None:
     report: dict[str, Any] = {"gpu": gpu, **versions, "date": today, "about": __doc__, "fwd": [], "train": []}
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for direction, shapes in chosen.items():
-        for H, HV, tokens, batch in shapes:
-            x = draw(H, HV, tokens, batch)
+        for (H, HV, tokens, batch), gates in itertools.product(shapes, args.gates):
+            x = draw(H, HV, tokens, batch, gates)
             leaves = [y.requires_grad_(direction == "train") for y in x]
             seeds = [torch.randn_like(x[2]), 0.1 * torch.randn_like(x[5])]
 
@@ -146,7 +163,7 @@ def main() -> None:
                 return torch.autograd.grad(list(call(operator, leaves, **flags)), leaves, seeds)
 
             run = call if direction == "fwd" else step
-            row: dict[str, Any] = {"H": H, "HV": HV, "tokens": tokens, "batch": batch}
+            row: dict[str, Any] = {"H": H, "HV": HV, "tokens": tokens, "batch": batch, "gates": gates}
             found = {}
             for name in PIPELINES["fwd" if direction == "fwd" else "bwd"]:
                 if args.pipelines and name not in args.pipelines:
@@ -155,8 +172,8 @@ def main() -> None:
                 with kda_tl.pin(plan):
                     found[name] = [y.double() for y in run(ours)]
                     row[name] = time_us(lambda run=run: run(ours), flush)
-                    if name == "gdn_scan":  # what chunks do alone is kept for the backward
-                        row["gdn_scan kept"] = time_us(lambda run=run: run(ours, disable_recompute=True), flush)
+                    if direction == "train" and set(ALL[name].residuals) >= PAIRS:  # what chunks do alone is kept
+                        row[f"{name} kept"] = time_us(lambda run=run: run(ours, disable_recompute=True), flush)
             first, staged = list(found.values())[0], list(found.values())[-1]
             if direction == "train":  # a step less its forward is the backward
                 for name, operator in {"kda_tl": ours, **peers}.items():
