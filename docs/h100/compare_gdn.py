@@ -6,6 +6,7 @@ layers of Gated DeltaNet begin with, -A softplus(x + b), A from 0 to 16 and soft
 
 FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
 cold L2, medians of 20 replays. A training step is the forward and all gradients; its forward is timed alone too.
+MiB: memory at a call's peak.
 """
 
 from __future__ import annotations
@@ -117,6 +118,16 @@ def time_us(function: Callable[[], Any], flush: torch.Tensor) -> int:
     return round(1000 * statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
+def peak_mib(function: Callable[[], Any]) -> int:
+    """Memory that a call takes at its peak, what it returns included."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
 def load_peer(name: str) -> Callable[..., Any]:
     """The operator of another library."""
     if name == "FlashQLA":
@@ -172,8 +183,11 @@ def main() -> None:
                 with kda_tl.pin(plan):
                     found[name] = [y.double() for y in run(ours)]
                     row[name] = time_us(lambda run=run: run(ours), flush)
+                    row[f"{name} MiB"] = peak_mib(lambda run=run: run(ours))
                     if direction == "train" and set(ALL[name].residuals) >= PAIRS:  # what chunks do alone is kept
                         row[f"{name} kept"] = time_us(lambda run=run: run(ours, disable_recompute=True), flush)
+            row["kda_tl"] = time_us(lambda run=run: run(ours), flush)  # what dispatch chooses
+            row["kda_tl MiB"] = peak_mib(lambda run=run: run(ours))
             first, staged = list(found.values())[0], list(found.values())[-1]
             if direction == "train":  # a step less its forward is the backward
                 for name, operator in {"kda_tl": ours, **peers}.items():
@@ -183,6 +197,7 @@ def main() -> None:
             row["difference"] = max(relative_error(a, b) for a, b in zip(first, staged, strict=True))
             for name, peer in peers.items():
                 row[name] = time_us(lambda run=run, peer=peer: run(peer), flush)
+                row[f"{name} MiB"] = peak_mib(lambda run=run, peer=peer: run(peer))
                 row[f"{name} differs"] = max(
                     relative_error(a.double(), b) for a, b in zip(run(peer), staged, strict=True)
                 )

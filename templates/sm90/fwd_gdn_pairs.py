@@ -25,7 +25,7 @@ import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta, activate_gate
-from kda_tl.templates.common.chunks import share_heads, split_chunks
+from kda_tl.templates.common.chunks import first_rows, share_heads, split_chunks
 from kda_tl.templates.common.heads import Heads, divide, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, L2NORM_EPS, RCP_LN2, prim_func
@@ -50,7 +50,8 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     p, BT = case.problem, case.BT
     made = fwd_prep.reference(case, x)
     decays = activate_gate(x.g, gate=p.gate, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=x.lower_bound) * RCP_LN2
-    G = split_chunks(decays.clamp(min=FORGOTTEN), x.chunk_tokens, BT, width=p.GP).cumsum(dim=2)[..., 0]
+    decays = split_chunks(decays.clamp(min=FORGOTTEN), x.chunk_tokens, BT, width=p.GP)
+    G = torch.where(first_rows(BT, p.rank, x.g.device), decays, 0.0).cumsum(dim=2)[..., 0]
     norms = []
     for y in (x.q, x.k):
         tiles = share_heads(split_chunks(y.to(G.dtype), x.chunk_tokens, BT), p.group)
