@@ -20,7 +20,10 @@ from kda_tl.templates.portable import (
 )
 from kda_tl.templates.sm90 import (
     bwd_gdn_gradients,
+    bwd_gdn_merge,
+    bwd_gdn_resume,
     bwd_gdn_scan,
+    bwd_gdn_segment,
     bwd_gdn_states,
     bwd_gdn_walk,
     bwd_gradients,
@@ -65,6 +68,8 @@ _GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
 _PAIRS = tuple(PAIRS)
 _WALK_GDN = (fwd_gdn_pairs.STAGE, bwd_gdn_states.STAGE, bwd_gdn_walk.STAGE, *_SUMS)
+_CUT_BACK_GDN = (bwd_gdn_segment.STAGE, bwd_gdn_merge.STAGE, bwd_gdn_resume.STAGE)
+_WALK_CUT_GDN = (fwd_gdn_pairs.STAGE, *_CUT_BACK_GDN, bwd_gdn_walk.STAGE, *_SUMS)
 _SEGMENTS = (4, 8, 16)
 
 PIPELINES: dict[str, Pipeline] = {
@@ -84,8 +89,12 @@ PIPELINES: dict[str, Pipeline] = {
         ),
         Pipeline("gdn_scan", "bwd", (fwd_gdn_pairs.STAGE, bwd_gdn_scan.STAGE, *_GRADIENTS_GDN), _PAIRS),
         *(
-            Pipeline(name, "bwd", _WALK_GDN, (*_PAIRS, *BOUNDS), keeps=True, serial=True, segments=n)
-            for n, name in ((1, "gdn_walk"), *((n, f"gdn_walk_segments_{n}") for n in (2, *_SEGMENTS)))
+            Pipeline(name, "bwd", stages, (*_PAIRS, *BOUNDS), keeps=True, serial=True, segments=n)
+            for name, stages, n in (
+                ("gdn_walk", _WALK_GDN, 1),
+                *((f"gdn_walk_segments_{n}", _WALK_GDN, n) for n in (2, 4)),
+                *((f"gdn_walk_segments_{n}", _WALK_CUT_GDN, n) for n in (8, 16)),
+            )
         ),
         *(
             Pipeline(f"gdn_scan_segments_{n}", "bwd", (*_CUT_GDN, *_CUT_BACK, *_GRADIENTS_GDN), _PREPARED, segments=n)

@@ -39,7 +39,7 @@ _MIN_SEGMENTS = 4  # of the longest sequence: what is cut is walked twice, which
 # When a serial pipeline comes first, see fills_device
 _LEAST_FILLED = 0.7  # of a GPU's time, or what has more and shorter blocks is faster
 _MIN_SERIAL_CHUNKS = 8  # of a segment
-_MOST_SERIAL = 4  # segments: of more the walks that find where segments begin take as long as the segments do
+_MOST_SERIAL = 4  # segments of heads that fill a GPU anyhow: what more of them do to find their start takes too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def choose_segments(case: Case, choices: Iterable[int]) -> int:
 def fills_device(case: Case, segments: int) -> bool:
     """Whether the blocks of a serial pipeline, if all segments were as long as the longest, keep a GPU busy.
 
-    What has no lengths does not, nor what is cut into a few chunks.
+    What has no lengths does not, nor what is cut into a few chunks, nor more segments than are needed for that.
     """
     p, num_sms = case.problem, case.device.num_sms
     chunks, longest = (-(-tokens // case.BT) for tokens in (p.tokens, p.longest))
@@ -156,6 +156,8 @@ def fills_device(case: Case, segments: int) -> bool:
         return False
     of_segment = min(longest, -(-chunks // segments))
     rounds = -(-p.HV * -(-chunks // of_segment) // num_sms)
+    if segments > _MOST_SERIAL and rounds > 1:
+        return False
     return p.HV * chunks >= _LEAST_FILLED * num_sms * rounds * of_segment
 
 
@@ -173,8 +175,7 @@ def rank_pipelines(case: Case) -> list[str]:
     others = [each for each in PIPELINES.values() if each.direction == direction and each.name not in (*whole, last)]
     cuts = {each.segments for each in others if not each.serial} - {1}
     segments = choose_segments(case, cuts) if cuts else 1
-    first = [each for each in others if each.serial and each.segments <= _MOST_SERIAL]
-    first = [each for each in first if fills_device(case, each.segments)]
+    first = [each for each in others if each.serial and fills_device(case, each.segments)]
     first += [each for each in others if not each.serial and each.segments == segments > 1]
     return [*(each.name for each in first), *whole, *(each.name for each in others if each not in first), last]
 

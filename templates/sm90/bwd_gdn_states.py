@@ -27,12 +27,12 @@ from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
-from kda_tl.templates.common.tile import TL_DTYPE, at_state, prim_func
-from kda_tl.templates.sm90.bwd_gdn_scan import ROW_PRODUCTS, find_gradients, take_gradients
-from kda_tl.templates.sm90.chain import Slot, load_pairs, load_queries, load_rows
+from kda_tl.templates.common.tile import TL_DTYPE, prim_func
+from kda_tl.templates.sm90.bwd_gdn_scan import ROW_PRODUCTS
+from kda_tl.templates.sm90.chain import REGISTERS, alloc_tiles, lay_back, load_step, start_from, step_back
 from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, PAIRS, TABLES, count_bytes
 from kda_tl.templates.sm90.powers import GIVEN_ROWS, MULTIPLIED, make_factors, reject_rows
-from kda_tl.templates.sm90.reach import FAR, OWNERS, count_reach, find_far, find_forwards
+from kda_tl.templates.sm90.reach import CUTS, FAR, OWNERS, count_reach, find_far, find_forwards
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
@@ -57,7 +57,7 @@ INPUTS = {
     "h0": "N HV K V : f32 ? initial_state",
     "dht": "N HV K V : f32 ? final_state",
     **OWNERS,
-    "seq_segments": "N 3 : i32",
+    **CUTS,
     **TABLES,
 }
 OUTPUTS = {"values": SCANNED["values"], "states": SCANNED["states"], **ENDS}
@@ -106,42 +106,6 @@ class StatesConfig(RecurrenceConfig):
         return self.num_stages * stage + self.BV * (K + BT) * 2 + BT * K * 2 + 32
 
 
-# A thread's: on average 128, so that two blocks of 256 threads share a multiprocessor
-REGISTERS = (216, 40)
-
-
-@T.macro
-def alloc_tiles(case, config):
-    """The slots of the rings, by the names of what they hold; x is V or dO, and a slot of A is Aqk's."""
-    stages, BT, K, io = config.num_stages, case.BT, case.problem.K, TL_DTYPE[case.problem.dtype]
-    x_shared = T.alloc_shared((stages, BT, config.BV), io)
-    A_shared = T.alloc_shared((stages, BT, BT), io)
-    k_shared = T.alloc_shared((stages, BT, K), io)
-    powers = T.alloc_shared((stages, MULTIPLIED, BT), "float32")
-    q_shared = T.alloc_shared((1, BT, K), io)
-    return SimpleNamespace(x=x_shared, A=A_shared, k=k_shared, powers=powers, q=q_shared)
-
-
-def lay_back(tiles: Any) -> Any:
-    """The same tiles as the walk back has them."""
-    pairs = {"A": Slot(tiles.A, 0), "Aqk": Slot(tiles.A, 1)}
-    return SimpleNamespace(x=tiles.x, k=tiles.k, powers=tiles.powers, q=Slot(tiles.q), **pairs)
-
-
-def start_from(p: Any) -> Any:
-    """A macro that reads the state a walk begins with: that of its sequence, if it begins there, else zero."""
-
-    @T.macro
-    def load_state(state, given, there, w):
-        T.clear(state)
-        if there:
-            if w.i_n >= 0:
-                for i, j in T.Parallel(*state.shape):
-                    state[i, j] = given[at_state(p, w.i_n, w.i_h, j, w.v0 + i)]
-
-    return load_state
-
-
 @T.macro
 def load_back(x, tiles, rings, w, far):
     """Producer: a sequence's chunks from its last to the first of those that follow the segment ``far``."""
@@ -154,9 +118,7 @@ def load_back(x, tiles, rings, w, far):
         for c in T.serial(chunks):
             i_t = first + chunks - 1 - c
             row = x.chunk_tokens[i_t, 0]
-            load_rows(x, tiles, rings.rows, step, i_t, row, w)
-            load_pairs(x, tiles, rings.pairs, step, i_t, w)
-            load_queries(x, tiles, rings.queries, step, row, w)
+            load_step(x, tiles, rings, step, i_t, row, w)
             step = step + 1
 
 
@@ -175,20 +137,7 @@ def walk_back(case, config, load_state, x, tiles, rings, w, far, NS, N):
     T.copy(r.state, r.state_io)
     for m in T.serial(cuts - far):
         for _ in T.serial(x.segments[T.if_then_else(m == 0, x.cuts[w.i_n, 2], begins + cuts - m), 1]):
-            slot, phase = rings.rows.place_to_read(step)
-            one, turn = rings.pairs.place_to_read(step)
-            rings.rows.wait(slot, phase)
-            rings.pairs.wait(one, turn)
-            find_gradients(r, tiles, slot)
-            T.wgmma_gemm(r.value_io, tiles.A[0, :, :], r.value, clear_accum=True, policy=T.BY_ROWS)
-            rings.queries.wait(one, turn)
-            take_gradients(r, tiles, slot)
-            rings.pairs.release(one)
-            T.wait_wgmma(0)
-            T.warpgroup_fence_operand(r.state, num_regs=p.K // 2)
-            rings.rows.release(slot)
-            rings.queries.release(one)
-            T.copy(r.state, r.state_io)
+            step_back(p, r, tiles, rings, step)
             step = step + 1
         for i, j in T.Parallel(*r.state.shape):
             x.ends[begins + cuts - 1 - m, w.i_h, w.v0 + i, j] = r.state[i, j]
@@ -260,7 +209,7 @@ def build(case: Case, config: StatesConfig) -> Any:
                     if thread < consumers + PRODUCER:
                         load_back(x, lay_back(tiles), rings, w, far)
             else:
-                first, chunks, passed, start, _, end, i_n = find_forwards(x, i_s, i_h)
+                first, chunks, passed, start, end, i_n, _ = find_forwards(x, i_s, i_h, False)
                 w = Walk(i_s, i_n, i_h, i_v * BV, first, chunks, start, end, passed)
                 if thread < consumers:
                     T.set_max_nreg(REGISTERS[0], 1)

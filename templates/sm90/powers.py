@@ -31,7 +31,7 @@ def make_factors(case: Case, x: Operands) -> Operands:
     k = split(x.k)
     factors = {"k_neg": -start * k, "kg": end * k, "decay": decay[:, :, 0].expand(-1, -1, p.KP)}
     if "q" in vars(x):
-        factors["qg"] = query * split(x.q)
+        factors["qg"] = query * split(vars(x)["q"])
     return Operands(**{**vars(x), **factors})
 
 

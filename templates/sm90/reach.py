@@ -1,10 +1,10 @@
 """Where a walk must begin so that what lies before it does not count: segments that find their own start.
 
 A state, or its gradient, changes in a chunk by a transition whose norm fwd_gdn_pairs bounds. A walk that begins so many
-chunks before its segment that less than 2^-64 of what was there can be left begins with zero, and any other at the
-sequence's end, with what is known there. The walk back of gradients, whose chunks cost more, takes at most FAR chunks
-so: where gates remember more, it begins with what another walk, that keeps nothing else, found at the segment's end.
-So slow gates cost some time and no accuracy.
+chunks before its segment that less than 2^-64 of what was there can be left begins with zero, and one that begins at
+the sequence's end with what is known there. Most walks take at most FAR chunks so: where gates remember more, they
+begin with what is known between segments. With few segments bwd_gdn_states finds that by walks of whole sequences, and
+its own states likewise; with many, bwd_gdn_segment and bwd_gdn_merge do. So slow gates cost some time and no accuracy.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ FAR = 16  # chunks
 AT_ONCE = 8  # chunks whose bounds are read side by side
 # Of each segment its sequence, that one's first chunk and the chunk past its last
 OWNERS = {"segment_sequences": "NS 3 : i32"}
+# Of each sequence the first of its cut segments, which do not end it, their number, and the segment that ends it
+CUTS = {"seq_segments": "N 3 : i32"}
+# States, and gradients of states, after cut segments, for walks that do not find them: see bwd_gdn_merge
+EDGES = {"edges": "NC HV V KP : f32"}
+WARP = 32  # lanes
 
 
 @T.macro
@@ -43,20 +48,23 @@ def find_reach(bounds, i_h, edge, step, most):
 
 
 @T.macro
-def find_forwards(x, i_s, i_h):
+def find_forwards(x, i_s, i_h, told):
     """Of the walk forwards that a segment takes: its first chunk, their number, how many are passed only to find the
-    state, the first token, the segment's own first, the one past the end, and the sequence whose state it begins with,
-    or -1.
+    state, the first token, the one past the end, the sequence whose state it begins with, or -1, and the cut segment
+    after which it begins with the state that is known there, or -1. Where states are not ``told`` there is none.
     """
     own, count = x.segments[i_s, 0], x.segments[i_s, 1]
     earlier = own - x.owners[i_s, 1]
-    passed = find_reach(x.bounds, i_h, own - 1, -1, earlier)
+    reach = find_reach(x.bounds, i_h, own - 1, -1, T.min(earlier, FAR + 1) if told else earlier)
+    passed = T.if_then_else(reach > FAR, 0, reach) if told else reach
     last = T.max(own + count - 1, 0)
     start = x.chunk_tokens[T.min(own - passed, last), 0]
-    own_start = x.chunk_tokens[T.min(own, last), 0]
     end = x.chunk_tokens[last, 0] + x.chunk_tokens[last, 1]
-    i_n = T.if_then_else(passed == earlier, x.owners[i_s, 0], -1)
-    return own - passed, count + passed, passed, start, own_start, end, i_n
+    i_n = x.owners[i_s, 0]
+    before = T.if_then_else(i_s == x.cuts[i_n, 2], x.cuts[i_n, 0] + x.cuts[i_n, 1], i_s) - 1
+    begins = (reach == earlier) & (reach <= FAR) if told else reach == earlier
+    edge = T.if_then_else(reach > FAR, before, -1) if told else -1
+    return own - passed, count + passed, passed, start, end, T.if_then_else(begins, i_n, -1), edge
 
 
 @T.macro
@@ -88,6 +96,27 @@ def find_far(x, i_n, i_h):
     return begun
 
 
+@T.macro
+def has_far(x, i_n, i_h, step, lanes=WARP):
+    """Whether some walk to an edge between segments of a sequence is a far one, forwards from earlier chunks where
+    ``step`` is -1, and back from later ones where it is 1: 1 or 0, in all lanes of a warp, which share the edges.
+    """
+    found = T.alloc_var("int32")
+    found = 0
+    begun, cuts = x.cuts[i_n, 0], x.cuts[i_n, 1]
+    for m in T.serial(T.ceildiv(cuts, lanes)):
+        lane = T.get_thread_binding() % lanes if lanes > 1 else 0
+        i_s = begun + T.min(m * lanes + lane, cuts - 1)
+        edge = x.segments[i_s, 0] + x.segments[i_s, 1]
+        beyond = T.if_then_else(step > 0, x.owners[i_s, 2] - edge, edge - x.owners[i_s, 1])
+        reach = find_reach(x.bounds, i_h, edge + T.if_then_else(step > 0, 0, -1), step, T.min(beyond, FAR + 1))
+        found = T.if_then_else(reach > FAR, 1, found)
+    if lanes > 1:
+        if T.any_sync(found > 0) != 0:
+            found = 1
+    return found
+
+
 def count_reach(bounds: list[float]) -> int:
     """PyTorch twin, of one head's bounds, in the order of the walk: how many chunks it takes."""
     total = 0.0
@@ -96,6 +125,17 @@ def count_reach(bounds: list[float]) -> int:
             return n
         total += max(bound, LEAST)
     return len(bounds)
+
+
+def far_reference(x: Operands, i_n: int, step: int) -> torch.Tensor:
+    """PyTorch twin of has_far, of all heads: [HV]."""
+    begun, cuts, last = x.seq_segments[i_n].tolist()
+    _, first, end = x.segment_sequences[last].tolist()
+    found = torch.zeros(x.bounds.shape[1], dtype=torch.bool, device=x.bounds.device)
+    for edge, count, *_ in x.segments[begun : begun + cuts].tolist():
+        rows = x.bounds[edge + count : end] if step > 0 else x.bounds[first : edge + count].flip(0)
+        found |= torch.tensor([count_reach(column) > FAR for column in rows.T.tolist()], device=found.device)
+    return found
 
 
 def join_segments(x: Operands) -> Operands:

@@ -37,6 +37,12 @@ CUTTING = {
     **dict.fromkeys(("fwd_segment", "fwd_merge", "fwd_resume"), "prep_segments"),
     **dict.fromkeys(("bwd_segment", "bwd_merge", "bwd_resume"), "prep_scan_segments"),
 }
+WALKING = [
+    (pipeline.name, stage.name)
+    for pipeline in PIPELINES.values()
+    for stage in pipeline.stages
+    if pipeline.name.startswith("gdn_walk") and stage.name in WALKS
+]
 
 
 @pytest.mark.parametrize("stage_name", CUTTING)
@@ -52,14 +58,12 @@ def test_many_segments_equal_reference(stage_name: str, name: str, segments: int
         check_stage(stage, name, stage.default(stage_case(stage_name, name)), seed, pipeline, lengths)
 
 
-@pytest.mark.parametrize("stage_name", WALKS)
+@pytest.mark.parametrize(("pipeline_name", "stage_name"), WALKING)
 @pytest.mark.parametrize("name", WALKED)
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("segments", (0, 2, 4, 8))
-def test_walks_equal_reference(stage_name: str, name: str, decay: str, segments: int, seed: int) -> None:
+def test_walks_equal_reference(pipeline_name: str, stage_name: str, name: str, decay: str, seed: int) -> None:
     """Of whole sequences and of segments that find where they begin, or, where 17 chunks are not enough, are told."""
-    pipeline = PIPELINES[f"gdn_walk_segments_{segments}" if segments else "gdn_walk"]
-    stage = templates.load(stage_name)
+    pipeline, stage = PIPELINES[pipeline_name], templates.load(stage_name)
     for lengths in ((2400,), (2000, 0, 65, 1, 333)):
         config = stage.default(stage_case(stage_name, name))
         check_stage(stage, name, config, seed, pipeline, lengths, decay)

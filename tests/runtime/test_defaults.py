@@ -102,7 +102,11 @@ def test_few_heads_of_long_sequences_are_cut(changes: dict[str, Any], segments: 
         ({"HV": 24}, "gdn_walk_segments_4"),
         ({"HV": 64}, "gdn_walk_segments_2"),
         ({"HV": 96}, "gdn_walk"),  # as busy as in two segments
-        ({"HV": 8}, "gdn_scan_segments_8"),  # eight segments of one block each are not used unasked
+        ({"HV": 16}, "gdn_walk_segments_8"),
+        ({"HV": 17}, "gdn_scan"),  # 136 of eight segments, and of sixteen 272
+        ({"HV": 8}, "gdn_walk_segments_16"),
+        ({"HV": 8, "tokens": 8128}, "gdn_scan_segments_4"),  # sixteen segments of less than eight chunks
+        ({"HV": 5}, "gdn_scan_segments_8"),
         ({"tokens": 2048}, "gdn_walk_segments_4"),
         ({"tokens": 1984}, "gdn_scan"),  # segments of less than eight chunks
         ({"HV": 132, "tokens": 100}, "gdn_walk"),  # what is not cut may be short

@@ -158,7 +158,8 @@ OTHER = {
 }
 # Stages that take cut sequences of cases which the stages around them do not
 APART = ("fwd_merge", "bwd_scan", "bwd_gdn_scan", "bwd_segment", "bwd_merge", "bwd_resume")
-WALKS = ("bwd_gdn_states", "bwd_gdn_walk")  # stages that take cut sequences, and find where they begin
+# Stages of walks that find where they begin: they take cut sequences
+WALKS = ("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk")
 BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
 # One of each gate for long sequences: their truth is token by token, 4096 of them in a row. Defaults cut these
 LONG = (

@@ -13,10 +13,15 @@ from kda_tl.core.stage import Case, Config, Cost, Operands, Stage
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, prim_func
 from kda_tl.templates.sm90.hopper import BOUNDS, TABLES
-from kda_tl.templates.sm90.reach import OWNERS, find_backwards, find_far, find_forwards
+from kda_tl.templates.sm90.reach import CUTS, OWNERS, find_backwards, find_far, find_forwards, has_far
 
-INPUTS = {**BOUNDS, **OWNERS, "seq_segments": "N 3 : i32", **TABLES}
-OUTPUTS = {"forwards": "NS HV 7 : i32", "backwards": "NS HV 2 : i32", "far": "N HV : i32"}
+INPUTS = {**BOUNDS, **OWNERS, **CUTS, **TABLES}
+OUTPUTS = {
+    "forwards": "NS HV 7 : i32",
+    "told": "NS HV 7 : i32",
+    "backwards": "NS HV 2 : i32",
+    "far": "N HV 3 : i32",
+}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -33,26 +38,26 @@ def build(case: Case, config: ReachConfig) -> Any:
     """The kernel: one thread block a (segment, value head), then one a (sequence, value head)."""
     HV, NS, N = T.dynamic("HV"), T.dynamic("NS"), T.dynamic("N")
 
+    @T.macro
+    def store(tensor, i, i_h, numbers):
+        for m in list(range(len(numbers))):
+            tensor[i, i_h, m] = numbers[m]
+
     @prim_func(case, INPUTS | OUTPUTS, HV=HV, NS=NS, N=N)
-    def reach(bounds, segment_sequences, seq_segments, segments, chunk_tokens, forwards, backwards, far):
+    def reach(bounds, segment_sequences, seq_segments, segments, chunk_tokens, forwards, told, backwards, far):
         with T.Kernel((NS + N) * HV) as i_block:
             i, i_h = i_block // HV, i_block % HV
             tables = {"segments": segments, "owners": segment_sequences, "cuts": seq_segments}
             x = SimpleNamespace(bounds=bounds, chunk_tokens=chunk_tokens, **tables)
             if i < NS:
-                first, chunks, passed, start, own_start, end, i_n = find_forwards(x, i, i_h)
-                forwards[i, i_h, 0] = first
-                forwards[i, i_h, 1] = chunks
-                forwards[i, i_h, 2] = passed
-                forwards[i, i_h, 3] = start
-                forwards[i, i_h, 4] = own_start
-                forwards[i, i_h, 5] = end
-                forwards[i, i_h, 6] = i_n
+                store(forwards, i, i_h, find_forwards(x, i, i_h, False))
+                store(told, i, i_h, find_forwards(x, i, i_h, True))
                 count, whole = find_backwards(x, i, i_h)
-                backwards[i, i_h, 0] = count
-                backwards[i, i_h, 1] = T.if_then_else(whole, 1, 0)
+                store(backwards, i, i_h, (count, T.if_then_else(whole, 1, 0)))
             else:
-                far[i - NS, i_h] = find_far(x, i - NS, i_h)
+                n = i - NS
+                given = (find_far(x, n, i_h), has_far(x, n, i_h, -1, lanes=1), has_far(x, n, i_h, 1, lanes=1))
+                store(far, n, i_h, given)
 
     return reach
 

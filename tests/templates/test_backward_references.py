@@ -21,7 +21,10 @@ from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.templates.portable import bwd_gate, bwd_intra, bwd_output, bwd_qk, bwd_reduce, bwd_state, bwd_wy
 from kda_tl.templates.sm90 import (
     bwd_gdn_gradients,
+    bwd_gdn_merge,
+    bwd_gdn_resume,
     bwd_gdn_scan,
+    bwd_gdn_segment,
     bwd_gdn_states,
     bwd_gdn_walk,
     bwd_gradients,
@@ -40,7 +43,8 @@ MODULES = (
     *(bwd_output, bwd_state, bwd_wy, bwd_intra, bwd_gate, bwd_qk, bwd_reduce),
     *(bwd_scan, bwd_gradients, bwd_heads),
     *(bwd_segment, bwd_merge, bwd_resume),
-    *(bwd_gdn_scan, bwd_gdn_gradients, bwd_gdn_states, bwd_gdn_walk),
+    *(bwd_gdn_scan, bwd_gdn_gradients, bwd_gdn_segment, bwd_gdn_merge, bwd_gdn_resume, bwd_gdn_states),
+    bwd_gdn_walk,
 )
 
 gates = pytest.mark.parametrize("gate", GATES)

@@ -1,4 +1,4 @@
-"""Where walks of segments begin: what bounds promise, how far they reach, and gradients at ends that gates remember."""
+"""Where walks of segments begin: what bounds promise, how far they reach, and states that gates remember."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kda_tl.core.stage import Case, Operands
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.templates.sm90 import bwd_gdn_states, fwd_gdn_pairs
+from kda_tl.templates.sm90 import bwd_gdn_merge, bwd_gdn_segment, bwd_gdn_states, fwd_gdn_pairs
 from kda_tl.templates.sm90.reach import FAR, LEAST, VANISHED, count_reach
 
 CPU = cpu_device()
@@ -32,6 +32,10 @@ KEYS = {
     "normalised, steps up to 2": ({"l2norm": True, "beta": "sigmoid2"}, 1.0, 2.0),
     "of length 1, steps up to 2": ({"l2norm": False, "beta": "plain"}, 1.0, 2.0),
     "long": ({"l2norm": False, "beta": "plain"}, 1.7, 2.0),
+}
+# What stages find between segments
+BETWEEN = {"bwd_gdn_states": ("ends",)} | {
+    module.STAGE.name: tuple(module.STAGE.outputs) for module in (bwd_gdn_segment, bwd_gdn_merge)
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -167,39 +171,47 @@ def test_kernels_find_where_walks_begin(segments: int, seed: int) -> None:
     for lengths in cases * 3:
         tables, sizes = make_layout(bounds_of(lengths), 64, torch.device("cpu"), segments)
         bounds = draw_bounds(rng, sizes["NT"])
-        forwards, backwards, far = kernel({"bounds": bounds, **tables}, sizes, torch.device("cpu"))
+        forwards, told, backwards, far = kernel({"bounds": bounds, **tables}, sizes, torch.device("cpu"))
         chunk_tokens = tables["chunk_tokens"].tolist()
         for i_h in range(problem.HV):
             column, reaches = bounds[:, i_h].tolist(), []
             rows = zip(tables["segments"].tolist(), tables["segment_sequences"].tolist(), strict=True)
             for i_s, ((first, count, _, _), (n, begin, end)) in enumerate(rows):
-                passed = needed(column[begin:first][::-1])
-                found = forwards[i_s, i_h].tolist()
-                assert found[:3] == [first - passed, count + passed, passed], lengths
-                assert found[6] == (n if first - passed == begin else -1), "where it begins, and with what"
-                if count:
-                    last = first + count - 1
-                    tokens = [chunk_tokens[first - passed][0], chunk_tokens[first][0], sum(chunk_tokens[last])]
-                    assert found[3:6] == tokens, lengths
-                later = column[first + count : end]
-                reaches.append(min(needed(later), FAR + 1))
-                assert backwards[i_s, i_h].tolist() == [reaches[-1], reaches[-1] == len(later)], lengths
-                seen |= {"far" if reaches[-1] > FAR else "near"} if later else set()
-                seen |= {"found"} if passed and found[6] < 0 else set()
-            for n, (begun, cuts, _) in enumerate(tables["seq_segments"].tolist()):
-                of_cuts = reaches[begun : begun + cuts]
-                expected = next((m for m, reach in enumerate(of_cuts) if reach > FAR), cuts)
-                assert far[n, i_h] == expected, lengths
+                begun, cuts, last = tables["seq_segments"][n].tolist()
+                reach, later = needed(column[begin:first][::-1]), column[first + count : end]
+                for found, known in ((forwards, False), (told, True)):
+                    edge = (begun + cuts if i_s == last else i_s) - 1 if known and reach > FAR else -1
+                    passed = 0 if edge >= 0 else reach
+                    numbers = found[i_s, i_h].tolist()
+                    assert numbers[:3] == [first - passed, count + passed, passed], lengths
+                    if count:
+                        of_tokens = [chunk_tokens[first - passed][0], sum(chunk_tokens[first + count - 1])]
+                        assert numbers[3:5] == of_tokens, lengths
+                    alone = edge < 0 and first - passed == begin
+                    assert numbers[5:] == [n if alone else -1, edge], "what it begins with"
+                    seen |= {"found"} if passed and not alone else set()
+                    seen |= {"told"} if edge >= 0 else set()
+                reaches.append((reach, min(needed(later), FAR + 1)))
+                assert backwards[i_s, i_h].tolist() == [reaches[-1][1], reaches[-1][1] == len(later)], lengths
+                seen |= {"far" if reaches[-1][1] > FAR else "near"} if later else set()
+            for n, (begun, cuts, last) in enumerate(tables["seq_segments"].tolist()):
+                back = [reach for _, reach in reaches[begun : begun + cuts]]
+                expected = next((m for m, reach in enumerate(back) if reach > FAR), cuts)
+                both = [any(reaches[i_s][0] > FAR for i_s in (*range(begun, begun + cuts), last)), expected < cuts]
+                assert far[n, i_h].tolist() == [expected, *both], lengths
                 seen |= {"between"} if 0 < expected < cuts else set()
-    assert seen == {1: set(), 2: {"far", "near", "found"}}.get(segments, {"far", "near", "found", "between"})
+                seen |= {"one way"} if both[0] != both[1] else set()
+    assert seen >= ({"far", "near", "found", "told"} if segments > 1 else set())
+    assert "between" in seen or segments < 4
+    assert "one way" in seen or segments != 2, "both directions are judged, each by its own chunks"
 
 
-# Gradients of states at the ends of segments
+# States, and gradients of states, between segments
 
 
-def state_gradients(call: Call, edges: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Of the states [HV, V, K] at some tokens of each sequence, by autograd of the recurrence."""
-    p, found = call.problem, []
+def states_between(call: Call, edges: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
+    """States and their gradients [HV, V, K] at some tokens of each sequence, by autograd of the recurrence."""
+    p, found = call.problem, ([], [])
     for n, (first, end) in enumerate(pairwise(call.bounds)):
         state = torch.zeros(1, p.HV, *((p.V, p.K) if p.state_v_first else (p.K, p.V)), dtype=torch.float64)
         state = state if call.x["h0"] is None else call.x["h0"][n : n + 1]
@@ -214,7 +226,8 @@ def state_gradients(call: Call, edges: Sequence[Sequence[int]]) -> list[Tensor]:
         if call.x["dht"] is not None:
             loss = loss + (state[0] * call.x["dht"][n]).sum()
         grads = torch.autograd.grad(loss, states) if states else ()
-        found += [grad[0] if p.state_v_first else grad[0].mT for grad in grads]
+        for kept, of_sequence in zip(found, (states, grads), strict=True):
+            kept += [(x[0] if p.state_v_first else x[0].mT).detach() for x in of_sequence]
     return found
 
 
@@ -223,7 +236,7 @@ PACES = ((0.001, 0.001), (3.0, 3.0), (3.0, 0.001), (0.001, 3.0))
 
 
 @pytest.mark.parametrize("final_state", (False, True))
-@pytest.mark.parametrize("segments", (2, 4, 8))
+@pytest.mark.parametrize("segments", (2, 4))
 def test_ends_are_gradients_where_gates_remember(segments: int, final_state: bool, seed: int) -> None:
     """From the first segment on that needs them to the last; zero before it, and of heads that forget in time."""
     BT, lengths = 16, (16 * 48, 0, 1, 16 * 20 + 5)
@@ -239,12 +252,12 @@ def test_ends_are_gradients_where_gates_remember(segments: int, final_state: boo
     inputs = next(inputs for stage, inputs in records if stage is bwd_gdn_states.STAGE)
     ends = bwd_gdn_states.STAGE.reference(call.case(CPU, BT, 16), Operands(**inputs))["ends"]
     cuts = [row for row in tensors["segments"].tolist() if row[3] < 0]
-    assert len(ends) == len(cuts) == {2: 1, 4: 3, 8: 7}[segments]
+    assert len(ends) == len(cuts) == {2: 1, 4: 3}[segments]
     owners = tensors["segment_sequences"].tolist()
-    edges = [[] for _ in lengths]
+    edges: list[list[int]] = [[] for _ in lengths]
     for (first, count, _, _), (n, _, _) in zip(cuts, owners, strict=False):
         edges[n].append(int(tensors["chunk_tokens"][first + count, 0]))
-    truth = state_gradients(call, edges)
+    _, truth = states_between(call, edges)
     for i_h in range(4):
         known = False
         for i_s, (first, count, _, _) in enumerate(cuts):
@@ -258,16 +271,59 @@ def test_ends_are_gradients_where_gates_remember(segments: int, final_state: boo
             assert not ends[i_s, i_h, :, 24:].any(), "padding is zero"
     far = ends.flatten(2).any(2)
     assert far[:, 0].any() and not far[:, 1].any(), "heads that remember, and that forget"
-    if segments == 8:
-        assert far[:5, 2].tolist() == [False, False, True, True, True], "which forget before what they remember"
 
 
-def test_nothing_is_cut_and_ends_are_zero(seed: int) -> None:
-    """There is one row, for no segment."""
+@pytest.mark.parametrize("given_states", (False, True))
+@pytest.mark.parametrize("segments", (8, 16))
+def test_states_between_segments_are_found_where_gates_remember(segments: int, given_states: bool, seed: int) -> None:
+    """And their gradients: of heads and sequences that have one which no walk finds, and zero of the others."""
+    BT, lengths = 16, (16 * 48, 0, 1, 16 * 20 + 5)
+    fixed: dict[str, Any] = {"gate": "log", "H": 2, "HV": 4, "K": 24, "V": 16, "l2norm": True, **GDN}
+    fixed |= {"initial_state": given_states, "final_state": given_states}
+    problem = draw_problem(random.Random(seed), **fixed)
+    paces = torch.tensor(PACES, dtype=torch.float64)
+    half = torch.cat([torch.arange(length) >= length // 2 for length in lengths]).long()
+    g = -paces.T[half][..., None]
+    call = draw_backward(draw_call(problem, lengths, seed, g=g), seed)
+    tensors = call.tensors(BT, segments)
+    _, records = run_references(PIPELINES[f"gdn_walk_segments_{segments}"], call.case(CPU, BT, 16), tensors)
+    inputs = next(inputs for stage, inputs in records if stage is bwd_gdn_merge.STAGE)
+    found = bwd_gdn_merge.STAGE.reference(call.case(CPU, BT, 16), Operands(**inputs))
+    cuts = [row for row in tensors["segments"].tolist() if row[3] < 0]
+    assert len(found["edges"]) == len(found["ends"]) == len(cuts) == len(tensors["segments"]) - len(lengths)
+    owners = tensors["segment_sequences"].tolist()
+    edges: list[list[int]] = [[] for _ in lengths]
+    for (first, count, _, _), (n, _, _) in zip(cuts, owners, strict=False):
+        edges[n].append(int(tensors["chunk_tokens"][first + count, 0]))
+    states, dstates = states_between(call, edges)
+    for i_h in range(4):
+        far: set[tuple[int, str]] = set()
+        for (first, count, _, _), (n, begin, end) in zip(cuts, owners, strict=False):
+            column, edge = inputs["bounds"][:, i_h].tolist(), first + count
+            far |= {(n, "edges")} if needed(column[begin:edge][::-1]) > FAR else set()
+            far |= {(n, "ends")} if needed(column[edge:end]) > FAR else set()
+        for name, truth in (("edges", states), ("ends", dstates)):
+            for i_s, (of_segment, (n, _, _)) in enumerate(zip(found[name][:, i_h], owners, strict=False)):
+                if (n, name) in far:
+                    assert relative_error(of_segment[:, :24], truth[i_s][i_h]) < EXACT, name
+                else:
+                    assert not of_segment.any(), name
+                assert not of_segment[:, 24:].any(), "padding is zero"
+        known = {name for n, name in far if n == 0}
+        assert i_h > 1 or known == ({"edges", "ends"}, set())[i_h], "heads that remember, and that forget"
+
+
+@pytest.mark.parametrize("pipeline", ("gdn_walk", "gdn_walk_segments_8"))
+def test_nothing_is_cut_and_nothing_is_between(pipeline: str, seed: int) -> None:
+    """Of sequences that are short already: there is one row, for no segment, and it is zero."""
     problem = draw_problem(random.Random(seed), gate="log", K=16, V=16, **GDN)
-    call = draw_backward(draw_call(problem, (16 * 20, 3), seed), seed)
+    call = draw_backward(draw_call(problem, (3, *[16] * 9), seed), seed)
     case = call.case(CPU, 16, 16)
-    _, records = run_references(PIPELINES["gdn_walk"], case, call.tensors(16))
-    inputs = next(inputs for stage, inputs in records if stage is bwd_gdn_states.STAGE)
-    found = bwd_gdn_states.STAGE.reference(case, Operands(**inputs))
-    assert len(found["ends"]) == 1 and not found["ends"].any()
+    _, records = run_references(PIPELINES[pipeline], case, call.tensors(16, PIPELINES[pipeline].segments))
+    checked = 0
+    for stage, inputs in records:
+        found = stage.reference(case, Operands(**inputs)) if stage.name in BETWEEN else {}
+        for name in BETWEEN.get(stage.name, ()):
+            assert len(found[name]) == 1 and not found[name].any(), name
+            checked += 1
+    assert checked == (1 if pipeline == "gdn_walk" else 5)
