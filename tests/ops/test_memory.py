@@ -86,7 +86,7 @@ def test_arguments_and_problems_agree(seed: int) -> None:
         assert workspace_bytes(**packed, direction=direction) == found
 
 
-@pytest.mark.parametrize(("direction", "pipeline"), [("fwd", "gdn_segments_8"), ("bwd", "gdn_scan_segments_8")])
+@pytest.mark.parametrize(("direction", "pipeline"), [("fwd", "gdn_segments_8"), ("bwd", "gdn_walk_segments_16")])
 def test_few_heads_take_the_workspace_of_what_cuts_them(direction: str, pipeline: str) -> None:
     given: dict[str, Any] = {"operator": "chunk_gated_delta_rule", "scalar_gate": True, "gate": "log"}
     problem = Problem(H=2, HV=8, K=128, V=128, tokens=32768, **given)
@@ -95,7 +95,10 @@ def test_few_heads_take_the_workspace_of_what_cuts_them(direction: str, pipeline
     tables, sizes = make_layout((0, 32768), plan.BT, torch.device("cpu"), PIPELINES[pipeline].segments)
     held = sum(table.nbytes for table in tables.values())
     expected = held + Workspace.of(record(plan, posed, H200, sizes)).bytes
-    assert sizes["NS"] == 8 and workspace_bytes(problem, device=H200, direction=direction) == expected
+    assert (
+        sizes["NS"] == PIPELINES[pipeline].segments
+        and workspace_bytes(problem, device=H200, direction=direction) == expected
+    )
 
 
 def test_what_is_kept_counts_in_the_forward(seed: int) -> None:

@@ -201,7 +201,7 @@ def test_what_cuts_few_heads_by_default_is_tuned_first(tune: Tune, pool: MadeUpC
     long = Workload(name="long", T=32768, H=8, gate="log", operator="chunk_gated_delta_rule")
     for workload, default, stage in (
         (long, "gdn_segments_8", "fwd_merge"),
-        (replace(long, direction="bwd"), "gdn_scan_segments_8", "bwd_gdn_gradients"),
+        (replace(long, direction="bwd"), "gdn_walk_segments_16", "bwd_gdn_merge"),
     ):
         events: list[Any] = []
         (report,) = tune(workload, on_event=events.append).workloads
