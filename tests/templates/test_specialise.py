@@ -93,6 +93,7 @@ NAMED = [(name, field) for name, stage in STAGES.items() for field in stage.depe
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(900)  # it lowers a kernel for each value: bwd_gdn_walk takes minutes on two slow cores
 @pytest.mark.parametrize(("name", "field"), NAMED, ids=[f"{name}-{field}" for name, field in NAMED])
 def test_kernels_depend_on_what_their_stage_names(name: str, field: str, rng: random.Random) -> None:
     stage = STAGES[name]
