@@ -33,9 +33,12 @@ from kda_tl.templates.sm90 import (
     bwd_scan,
     bwd_segment,
     decode_rows,
+    fwd_gdn_merge,
     fwd_gdn_pairs,
     fwd_gdn_prep,
     fwd_gdn_recurrence,
+    fwd_gdn_resume,
+    fwd_gdn_segment,
     fwd_merge,
     fwd_prep,
     fwd_recurrence,
@@ -43,6 +46,7 @@ from kda_tl.templates.sm90 import (
     fwd_segment,
 )
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS
+from kda_tl.templates.sm90.reach import EDGES
 
 # Through memory: runs on every target, and each step can be looked at
 _STAGED = (fwd_gate.STAGE, fwd_intra.STAGE, fwd_wy.STAGE, fwd_state.STAGE)
@@ -65,11 +69,13 @@ _CUT_BACK = (bwd_segment.STAGE, bwd_merge.STAGE, bwd_resume.STAGE)
 _SUMS = (bwd_heads.STAGE, bwd_reduce.STAGE)
 _GRADIENTS = (bwd_gradients.STAGE, *_SUMS)
 _GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
+_CUT_PAIRS = (fwd_gdn_pairs.STAGE, fwd_gdn_segment.STAGE, fwd_gdn_merge.STAGE)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
-_PAIRS = tuple(PAIRS)
+_PAIRS = (*PAIRS, *BOUNDS)
+_OF_SEGMENTS = (*_PAIRS, *EDGES, *fwd_gdn_segment.MOVED)  # and what is known between segments
 _WALK_GDN = (fwd_gdn_pairs.STAGE, bwd_gdn_states.STAGE, bwd_gdn_walk.STAGE, *_SUMS)
 _CUT_BACK_GDN = (bwd_gdn_segment.STAGE, bwd_gdn_merge.STAGE, bwd_gdn_resume.STAGE)
-_WALK_CUT_GDN = (fwd_gdn_pairs.STAGE, *_CUT_BACK_GDN, bwd_gdn_walk.STAGE, *_SUMS)
+_WALK_CUT_GDN = (*_CUT_PAIRS, *_CUT_BACK_GDN, bwd_gdn_walk.STAGE, *_SUMS)
 _SEGMENTS = (4, 8, 16)
 
 PIPELINES: dict[str, Pipeline] = {
@@ -79,6 +85,19 @@ PIPELINES: dict[str, Pipeline] = {
         Pipeline("prep_recurrence", "fwd", (fwd_prep.STAGE, fwd_recurrence.STAGE)),
         *(Pipeline(f"prep_segments_{n}", "fwd", (*_CUT, fwd_resume.STAGE), segments=n) for n in _SEGMENTS),
         Pipeline("gdn_pairs", "fwd", (fwd_gdn_pairs.STAGE, fwd_gdn_recurrence.STAGE)),
+        *(
+            Pipeline(
+                f"gdn_pairs_segments_{n}",
+                "fwd",
+                (*_CUT_PAIRS, fwd_gdn_resume.STAGE),
+                serial=True,
+                at_once=True,
+                least_chunks=64 if n < 8 else 8,  # more heads gain less by it
+                segments=n,
+                defaults={"fwd_gdn_pairs": fwd_gdn_pairs.PairsConfig.alone},
+            )
+            for n in _SEGMENTS
+        ),
         Pipeline("gdn_recurrence", "fwd", (fwd_gdn_prep.STAGE, fwd_recurrence.STAGE)),
         *(Pipeline(f"gdn_segments_{n}", "fwd", (*_CUT_GDN, fwd_resume.STAGE), segments=n) for n in _SEGMENTS),
         Pipeline("staged_backward", "bwd", (*_STAGED, *_STAGED_GRADIENTS), _STAGED_RESIDUALS),
@@ -87,13 +106,13 @@ PIPELINES: dict[str, Pipeline] = {
             Pipeline(f"prep_scan_segments_{n}", "bwd", (*_CUT, *_CUT_BACK, *_GRADIENTS), _PREPARED, segments=n)
             for n in _SEGMENTS
         ),
-        Pipeline("gdn_scan", "bwd", (fwd_gdn_pairs.STAGE, bwd_gdn_scan.STAGE, *_GRADIENTS_GDN), _PAIRS),
+        Pipeline("gdn_scan", "bwd", (fwd_gdn_pairs.STAGE, bwd_gdn_scan.STAGE, *_GRADIENTS_GDN), tuple(PAIRS)),
         *(
-            Pipeline(name, "bwd", stages, (*_PAIRS, *BOUNDS), keeps=True, serial=True, segments=n)
-            for name, stages, n in (
-                ("gdn_walk", _WALK_GDN, 1),
-                *((f"gdn_walk_segments_{n}", _WALK_GDN, n) for n in (2, 4)),
-                *((f"gdn_walk_segments_{n}", _WALK_CUT_GDN, n) for n in (8, 16)),
+            Pipeline(name, "bwd", stages, residuals, keeps=True, serial=True, at_once=n > 4, segments=n)
+            for name, stages, residuals, n in (
+                ("gdn_walk", _WALK_GDN, _PAIRS, 1),
+                *((f"gdn_walk_segments_{n}", _WALK_GDN, _PAIRS, n) for n in (2, 4)),
+                *((f"gdn_walk_segments_{n}", _WALK_CUT_GDN, _OF_SEGMENTS, n) for n in (8, 16)),
             )
         ),
         *(

@@ -7,11 +7,11 @@ stages a problem launches, which of them residuals spare, and when a tensor is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import Stage
+from kda_tl.core.stage import Case, Config, Stage, TensorSpec
 
 # By direction, what a pass may be asked for; states before chunks only come with a problem that wants them
 RESULTS = {
@@ -65,12 +65,16 @@ class Pipeline:
     # then be cut alike: residuals lie chunk by chunk.
     residuals: tuple[str, ...] = ()
     keeps: bool = False  # whether the forward keeps them unasked, when nothing is tuned: they take little memory
-    # Whether its longest stage has a thread block for a (segment, value head), which does all of its chunks one after
-    # the other: worth it where such blocks, all as long, fill the GPU.
+    # Whether its longest stage has a thread block for a (segment, 128 channels of a value head), which does all of its
+    # chunks one after the other: worth it where such blocks, all as long, fill the GPU.
     serial: bool = False
+    at_once: bool = False  # whether a serial one is worth it only where all of these blocks run at once
+    least_chunks: int = 8  # of a segment, for a serial one to be worth it
     # That all chunks of a batch would make if they were one sequence: sequences longer than such a segment are cut.
     # Kernels do not depend on it, only the chunk tables do.
     segments: int = 1
+    # By stage, what it begins with when nothing is tuned, where that is not the stage's own default
+    defaults: Mapping[str, Callable[[Case], Config]] = field(default_factory=dict, hash=False)
 
     def flow(self, problem: Problem, results: Sequence[str] | None = None, given: Sequence[str] = ()) -> Flow:
         """The launches that make the results, all that a call of the problem gets unless some are named.
@@ -94,6 +98,9 @@ class Pipeline:
         return self.flow(problem).stages
 
     def finds_residuals(self, forward: Pipeline) -> bool:
-        """Whether a forward makes the residuals of this backward."""
-        makers = {stage.name for stage in self.stages if set(self.residuals) & stage.outputs.keys()}
-        return bool(makers) and makers <= {stage.name for stage in forward.stages}
+        """Whether a forward makes the residuals of this backward: those of segments, of the same ones."""
+        makers = [stage for stage in self.stages if set(self.residuals) & stage.outputs.keys()]
+        specs = [stage.outputs[name] for stage in makers for name in self.residuals if name in stage.outputs]
+        of_segments = any({"NS", "NC"} & set(TensorSpec.parse(text).dims) for text in specs)
+        made = {stage.name for stage in makers} <= {stage.name for stage in forward.stages}
+        return bool(makers) and made and not (of_segments and self.segments != forward.segments)

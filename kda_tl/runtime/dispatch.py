@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kda_tl.core.device import Device, find_compiler
+from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import BT_CHOICES, Case, Plan
 from kda_tl.core.toolchain import can_import_tilelang, explain_missing
@@ -38,8 +39,7 @@ _MIN_CHUNKS = 16  # of a segment: what is done once a segment then takes a small
 _MIN_SEGMENTS = 4  # of the longest sequence: what is cut is walked twice, which half as long walks do not repay
 # When a serial pipeline comes first, see fills_device
 _LEAST_FILLED = 0.7  # of a GPU's time, or what has more and shorter blocks is faster
-_MIN_SERIAL_CHUNKS = 8  # of a segment
-_MOST_SERIAL = 4  # segments of heads that fill a GPU anyhow: what more of them do to find their start takes too long
+_SERIAL_CHANNELS = 128  # of a head's values that a multiprocessor takes through all chunks of a segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,9 @@ def pipeline_defaults(pipeline: str, case: Case) -> Plan:
     """A pipeline's plan when nothing is tuned, whether or not the case fits it: see :func:`find_rejection`."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    stages = tuple((stage.name, stage.default(case)) for stage in PIPELINES[pipeline].stages)
-    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages, kept=PIPELINES[pipeline].keeps)
+    of = PIPELINES[pipeline]
+    stages = tuple((stage.name, of.defaults.get(stage.name, stage.default)(case)) for stage in of.stages)
+    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages, kept=of.keeps)
 
 
 def find_rejection(plan: Plan, case: Case) -> str:
@@ -145,20 +146,20 @@ def choose_segments(case: Case, choices: Iterable[int]) -> int:
     return max((n for n in fitting if n * p.longest >= _MIN_SEGMENTS * p.tokens), default=1)
 
 
-def fills_device(case: Case, segments: int) -> bool:
+def fills_device(case: Case, pipeline: Pipeline) -> bool:
     """Whether the blocks of a serial pipeline, if all segments were as long as the longest, keep a GPU busy.
 
-    What has no lengths does not, nor what is cut into a few chunks, nor more segments than are needed for that.
+    What has no lengths does not, nor what is cut into fewer chunks than repay it.
     """
-    p, num_sms = case.problem, case.device.num_sms
+    p, num_sms, segments = case.problem, case.device.num_sms, pipeline.segments
     chunks, longest = (-(-tokens // case.BT) for tokens in (p.tokens, p.longest))
-    if chunks < segments * (_MIN_SERIAL_CHUNKS if segments > 1 else 1):
+    if chunks < segments * (pipeline.least_chunks if segments > 1 else 1):
         return False
-    of_segment = min(longest, -(-chunks // segments))
-    rounds = -(-p.HV * -(-chunks // of_segment) // num_sms)
-    if segments > _MOST_SERIAL and rounds > 1:
+    of_segment, heads = min(longest, -(-chunks // segments)), p.HV * -(-p.V // _SERIAL_CHANNELS)
+    rounds = -(-heads * -(-chunks // of_segment) // num_sms)
+    if pipeline.at_once and rounds > 1:
         return False
-    return p.HV * chunks >= _LEAST_FILLED * num_sms * rounds * of_segment
+    return heads * chunks >= _LEAST_FILLED * num_sms * rounds * of_segment
 
 
 def rank_pipelines(case: Case) -> list[str]:
@@ -175,7 +176,7 @@ def rank_pipelines(case: Case) -> list[str]:
     others = [each for each in PIPELINES.values() if each.direction == direction and each.name not in (*whole, last)]
     cuts = {each.segments for each in others if not each.serial} - {1}
     segments = choose_segments(case, cuts) if cuts else 1
-    first = [each for each in others if each.serial and fills_device(case, each.segments)]
+    first = [each for each in others if each.serial and fills_device(case, each)]
     first += [each for each in others if not each.serial and each.segments == segments > 1]
     return [*(each.name for each in first), *whole, *(each.name for each in others if each not in first), last]
 

@@ -23,9 +23,9 @@ from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
-from kda_tl.templates.common.tile import TL_DTYPE, at_state, prim_func
+from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.bwd_gdn_scan import ROW_PRODUCTS
-from kda_tl.templates.sm90.chain import REGISTERS, alloc_tiles
+from kda_tl.templates.sm90.chain import REGISTERS, alloc_tiles, start_between
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES, count_bytes
 from kda_tl.templates.sm90.powers import GIVEN_ROWS, MULTIPLIED, make_factors, reject_rows
 from kda_tl.templates.sm90.reach import CUTS, EDGES, OWNERS, find_forwards
@@ -89,27 +89,10 @@ class ResumeConfig(RecurrenceConfig):
         return self.num_stages * stage + self.BV * (K + BT) * 2
 
 
-def start_from(p: Any) -> Any:
-    """A macro that reads the state a walk begins with: that of its sequence, or one known between segments, or zero."""
-
-    @T.macro
-    def load_state(state, given, there, w):
-        T.clear(state)
-        if given.edge >= 0:
-            for i, j in T.Parallel(*state.shape):
-                state[i, j] = given.edges[given.edge, w.i_h, w.v0 + i, j]
-        if there:
-            if w.i_n >= 0:
-                for i, j in T.Parallel(*state.shape):
-                    state[i, j] = given.h0[at_state(p, w.i_n, w.i_h, j, w.v0 + i)]
-
-    return load_state
-
-
 def build(case: Case, config: ResumeConfig) -> Any:
     """The kernel: one thread block a (segment, value head, BV channels)."""
     p, BV, consumers, io = case.problem, config.BV, config.consumers, TL_DTYPE[case.problem.dtype]
-    VB, heads, load_state, stages = p.V // BV, Heads.of(p), start_from(p), config.num_stages
+    VB, heads, load_state, stages = p.V // BV, Heads.of(p), start_between(p), config.num_stages
     NT, tokens, N, NS, NC = (T.dynamic(name) for name in ("NT", "tokens", "N", "NS", "NC"))
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, NC=NC, **heads.sizes)

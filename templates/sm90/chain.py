@@ -100,6 +100,24 @@ def start_from(p: Any) -> Any:
     return load_state
 
 
+def start_between(p: Any) -> Any:
+    """A macro that reads the state a walk begins with: that of its sequence, or one known between segments, or
+    zero."""
+
+    @T.macro
+    def load_state(state, given, there, w):
+        T.clear(state)
+        if given.edge >= 0:
+            for i, j in T.Parallel(*state.shape):
+                state[i, j] = given.edges[given.edge, w.i_h, w.v0 + i, j]
+        if there:
+            if w.i_n >= 0:
+                for i, j in T.Parallel(*state.shape):
+                    state[i, j] = given.h0[at_state(p, w.i_n, w.i_h, j, w.v0 + i)]
+
+    return load_state
+
+
 @T.macro
 def load_step(x, tiles, rings, step, i_t, row, w):
     """Producer: all of a chunk."""

@@ -123,9 +123,15 @@ class PairsConfig(GdnPrepConfig):
 
     @classmethod
     def default(cls, case: Case) -> Config:
-        """As many blocks as have room; two run beside a recurrence, all where the backward waits for the last chunk."""
-        beside = case.problem.direction == "fwd"
-        return first_valid(case, *(cls(blocks=n, resident=2 if beside else n) for n in (4, 3, 2)))
+        """Two on a multiprocessor run beside a recurrence; in a backward nothing does."""
+        if case.problem.direction == "bwd":
+            return cls.alone(case)
+        return first_valid(case, *(cls(blocks=n) for n in (4, 3, 2)))
+
+    @classmethod
+    def alone(cls, case: Case) -> Config:
+        """As many blocks as have room: what comes next waits for the last chunk."""
+        return first_valid(case, *(cls(blocks=n, resident=n) for n in (4, 3, 2)))
 
 
 def build(case: Case, config: PairsConfig) -> Any:

@@ -108,12 +108,13 @@ def has_far(x, i_n, i_h, step, lanes=WARP):
         lane = T.get_thread_binding() % lanes if lanes > 1 else 0
         i_s = begun + T.min(m * lanes + lane, cuts - 1)
         edge = x.segments[i_s, 0] + x.segments[i_s, 1]
-        beyond = T.if_then_else(step > 0, x.owners[i_s, 2] - edge, edge - x.owners[i_s, 1])
-        reach = find_reach(x.bounds, i_h, edge + T.if_then_else(step > 0, 0, -1), step, T.min(beyond, FAR + 1))
+        beyond = x.owners[i_s, 2] - edge if step > 0 else edge - x.owners[i_s, 1]
+        reach = find_reach(x.bounds, i_h, edge if step > 0 else edge - 1, step, T.min(beyond, FAR + 1))
         found = T.if_then_else(reach > FAR, 1, found)
-    if lanes > 1:
-        if T.any_sync(found > 0) != 0:
-            found = 1
+    if lanes > 1:  # of the vote alone: where threads may part ptxas (CUDA 13.0) waits after each product
+        anywhere = T.alloc_var("int32")
+        anywhere = T.if_then_else(T.any_sync(found > 0) != 0, 1, 0)
+        return anywhere
     return found
 
 

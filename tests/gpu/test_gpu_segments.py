@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from support.gpu_cases import (
     SCANNED,
     WALKED,
     WALKS,
+    default_of,
+    device,
     hopper_plan,
     scan_plan,
     stage_case,
@@ -24,7 +27,10 @@ from support.gpu_cases import (
 
 import kda_tl
 from kda_tl import templates
+from kda_tl.ops import load_all
+from kda_tl.ops.call import choose_backward_of
 from kda_tl.reference import relative_error
+from kda_tl.runtime.dispatch import default_plan
 from kda_tl.templates.pipelines import PIPELINES
 
 pytestmark = [
@@ -41,7 +47,7 @@ WALKING = [
     (pipeline.name, stage.name)
     for pipeline in PIPELINES.values()
     for stage in pipeline.stages
-    if pipeline.name.startswith("gdn_walk") and stage.name in WALKS
+    if pipeline.name.startswith(("gdn_walk", "gdn_pairs_segments")) and stage.name in WALKS
 ]
 
 
@@ -122,6 +128,41 @@ def test_gradients_of_walks_equal_recurrence(name: str, decay: str, lengths: tup
         errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS}, tolerance)
         assert max(errors.values()) < tolerance, f"{errors} {segments} segments"
         assert all(grad.isfinite().all() for grad in found.values())
+
+
+@pytest.mark.parametrize("name", (*WALKED, "prep-gdn-log-K64-V64-bare"))
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("lengths", ((2400,), (2000, 0, 65, 1, 333)), ids=("long", "packed"))
+def test_walks_forwards_equal_recurrence(name: str, decay: str, lengths: tuple[int, ...], seed: int) -> None:
+    """In float64, of sequences that are cut in two and more, and the states between their chunks."""
+    call = draw(name, lengths, seed, decay, varlen=len(lengths) > 1)
+    operator = load_all()[call.problem.operator]
+    for segments in (4, 8, 16):
+        with kda_tl.pin(default_of(f"gdn_pairs_segments_{segments}", call.problem)):
+            found = operator.call(**operator_arguments(call), return_intermediate_states=True)
+        for x, expected in zip(found, call.truth(64), strict=True):
+            if x is not None:
+                error = relative_error(x.reshape(expected.shape), expected)
+                assert error < tolerance_of(call.problem), f"{error} {segments} segments"
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_few_heads_keep_what_is_between_segments(decay: str, seed: int) -> None:
+    """The defaults of both passes, of which the backward begins from what the forward found, against a whole scan."""
+    name = "walk-gdn-softplus-GVA-vk"
+    call = draw_backward(draw(name, (8192,), seed, decay, H=4, HV=8), seed)
+    problem, arguments = call.problem, operator_arguments(call)
+    forward = default_plan(replace(problem, direction="fwd"), device())
+    kept = choose_backward_of(replace(problem, direction="fwd"), device(), None, forward).residuals
+    assert {"powers", "edges", "transition"} <= set(kept)
+    leaves = leaves_of(arguments)
+    found, again = (differentiate(arguments, leaves, seeds_of(call), problem.operator) for _ in range(2))
+    assert_same_bits(again, found)
+    with kda_tl.pin(default_of("gdn_scan", replace(problem, direction="bwd"))):
+        whole = differentiate(arguments, leaves, seeds_of(call), problem.operator)
+    errors = {tensor: relative_error(*pair) for tensor, *pair in zip(leaves, found, whole, strict=True)}
+    errors.pop("A_log", None)  # whose terms may cancel, see above
+    assert max(errors.values()) < GRADIENT_TOLERANCE[problem.dtype], errors
 
 
 @pytest.mark.parametrize("name", SCANNED)

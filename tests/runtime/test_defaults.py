@@ -76,15 +76,19 @@ GDN = {"operator": "chunk_gated_delta_rule", "scalar_gate": True, "gate": "log"}
 )
 def test_few_heads_of_long_sequences_are_cut(changes: dict[str, Any], segments: int) -> None:
     """In both passes of both operators: into as many segments as fill the GPU, if they are long enough."""
-    gdn = GDN | {"K": 64}  # which the walk back of all gradients does not take, see below
-    for given, forward, backward in (({}, "prep_recurrence", "prep_scan"), (gdn, "gdn_pairs", "gdn_scan")):
-        problem = replace(PROBLEM, H=1, HV=8, tokens=32768, longest=0, **given)
+    wide, narrow = GDN | {"K": 100}, GDN | {"K": 64}  # which walks that find their own start do not take, see below
+    for given, direction, whole in (
+        ({}, "fwd", "prep_recurrence"),
+        ({}, "bwd", "prep_scan"),
+        (wide, "fwd", "gdn_recurrence"),
+        (narrow, "bwd", "gdn_scan"),
+    ):
+        problem = replace(PROBLEM, H=1, HV=8, tokens=32768, direction=direction, **given)
         problem = replace(problem, **{"longest": 0} | changes)
-        for direction, whole in (("fwd", forward), ("bwd", backward)):
-            cut = f"{whole.partition('_recurrence')[0].partition('_pairs')[0]}_segments_{segments}"
-            choice = select_plan(replace(problem, direction=direction), H100, [])
-            assert choice.plan is not None and choice.step == "default"
-            assert choice.plan.pipeline == (whole if segments == 1 else cut), direction
+        cut = f"{whole.partition('_recurrence')[0]}_segments_{segments}"
+        choice = select_plan(problem, H100, [])
+        assert choice.plan is not None and choice.step == "default"
+        assert choice.plan.pipeline == (whole if segments == 1 else cut), direction
         if segments > 1 and not problem.varlen:  # they are counted as a layout does: all sequences together
             bounds = dense_bounds(problem.sequences, problem.longest)
             assert make_layout(bounds, 64, torch.device("cpu"), segments).sizes["NS"] == segments
@@ -121,6 +125,37 @@ def test_a_walk_back_of_all_gradients_where_it_fills_the_gpu(changes: dict[str, 
     choice = select_plan(replace(problem, **changes), H100, [])
     assert choice.plan is not None and choice.plan.pipeline == pipeline
     assert choice.plan.kept is PIPELINES[pipeline].keeps is ("walk" in pipeline)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pipeline"),
+    [
+        ({}, "gdn_pairs_segments_16"),  # 128 pairs of thread blocks for 132 multiprocessors
+        ({"HV": 9}, "gdn_segments_4"),  # 144 of sixteen segments, and 72 of eight
+        ({"HV": 12}, "gdn_pairs_segments_8"),
+        ({"HV": 16}, "gdn_pairs_segments_8"),
+        ({"HV": 24}, "gdn_pairs_segments_4"),
+        ({"HV": 33}, "gdn_pairs_segments_4"),
+        ({"HV": 34}, "gdn_pairs"),  # 136 do not run at once
+        ({"HV": 64}, "gdn_pairs"),
+        ({"HV": 5}, "gdn_segments_8"),
+        ({"HV": 8, "tokens": 8192}, "gdn_pairs_segments_16"),
+        ({"HV": 8, "tokens": 8128}, "gdn_segments_4"),  # segments of less than eight chunks
+        ({"HV": 32, "tokens": 16384}, "gdn_pairs_segments_4"),
+        ({"HV": 32, "tokens": 16320}, "gdn_pairs"),  # of less than 64, which few segments must have
+        ({"HV": 8, "V": 256}, "gdn_pairs_segments_8"),
+        ({"HV": 8, "V": 64, "K": 64}, "gdn_pairs_segments_16"),
+        ({"K": 100}, "gdn_segments_8"),
+        ({"K": 256}, "gdn_recurrence"),
+        ({"tokens": 0}, "gdn_pairs"),
+    ],
+)
+def test_segments_that_find_their_start_where_they_run_at_once(changes: dict[str, Any], pipeline: str) -> None:
+    problem = replace(PROBLEM, H=1, HV=8, tokens=32768, longest=0, **GDN)
+    choice = select_plan(replace(problem, **changes), H100, [])
+    assert choice.plan is not None and choice.plan.pipeline == pipeline
+    pairs = dict(choice.plan.stages).get("fwd_gdn_pairs")
+    assert pairs is None or pairs.as_dict()["resident"] == (2 if pipeline == "gdn_pairs" else 4), "who runs beside it"
 
 
 def test_what_is_cut_is_what_stages_take() -> None:

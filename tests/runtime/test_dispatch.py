@@ -298,18 +298,27 @@ def test_same_architecture_names_both_devices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [p.name for p in PIPELINES.values() if p.direction == "bwd" and "gdn" in p.name])
 def test_residuals_are_kept_unasked_where_they_are_small(name: str) -> None:
-    """Of what a forward makes for the walk back, which has less than a quarter of a chunk's states' bytes in fp32."""
+    """Of what a forward makes for the walk back, which has less than a quarter of a chunk's states' bytes in fp32, but
+    for what it knows between segments.
+    """
     problem = replace(PROBLEM, operator="chunk_gated_delta_rule", scalar_gate=True, gate="log")
-    forward = pipeline_defaults("gdn_pairs", Case(problem=problem, device=H200, BT=64, BC=16))
+    segments = PIPELINES[name].segments  # what is kept of them is of the same ones
+    of_forward = f"gdn_pairs_segments_{segments}" if "walk" in name and segments > 4 else "gdn_pairs"
+    forward, other = (
+        pipeline_defaults(pipeline, Case(problem=problem, device=H200, BT=64, BC=16))
+        for pipeline in (of_forward, "gdn_pairs_segments_4")
+    )
     case = Case(problem=replace(problem, direction="bwd"), device=H200, BT=64, BC=16)
     with kda_tl.pin(pipeline_defaults(name, case)):
         unasked, asked = (choose_backward_of(problem, H200, None, forward, keep).residuals for keep in (False, True))
+        of_others = choose_backward_of(problem, H200, None, other, False).residuals
     walks, pipeline = "walk" in name, PIPELINES[name]
     assert unasked == (pipeline.residuals if walks else ())
     assert asked == (pipeline.residuals if walks or name == "gdn_scan" else ())
     if walks:
-        specs, sizes = pipeline.stages[0].specs, static_sizes(case) | {"NT": 1}
-        width = {"bf16": 2, "fp32": 4}
+        assert of_others == (unasked if segments <= 4 else ())
+        specs = {of: spec for stage in pipeline.stages for of, spec in stage.specs.items()}
+        sizes, width = static_sizes(case) | {"NT": 1, "NC": 0}, {"bf16": 2, "fp32": 4}
         held = [math.prod(specs[of].shape(sizes)) * width[specs[of].element(problem)] for of in unasked]
         assert sum(held) < problem.HV * problem.K * problem.V
 

@@ -29,9 +29,12 @@ def draw(
     decay: str = "mixed",
     varlen: bool = False,
     lower_bound: float | None = None,
+    **changes: Any,
 ) -> Call:
-    """A call on the GPU; steep: about -3.5 nats a token, slow: about -0.005 at any lower bound."""
-    _, problem = (FORWARD | BACKWARD)[name]
+    """A call on the GPU, of a specialisation but for some fields; steep: about -3.5 nats a token, slow: about -0.005 at
+    any lower bound.
+    """
+    problem = replace((FORWARD | BACKWARD)[name][1], **changes)
     shape = (sum(lengths), problem.HV, problem.G)
     raw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     given = {}

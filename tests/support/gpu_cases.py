@@ -159,7 +159,10 @@ OTHER = {
 # Stages that take cut sequences of cases which the stages around them do not
 APART = ("fwd_merge", "bwd_scan", "bwd_gdn_scan", "bwd_segment", "bwd_merge", "bwd_resume")
 # Stages of walks that find where they begin: they take cut sequences
-WALKS = ("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk")
+WALKS = (
+    *("fwd_gdn_segment", "fwd_gdn_merge", "fwd_gdn_resume"),
+    *("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk"),
+)
 BACKWARD = SPECIALISED | SCANNED | ODD | OTHER
 # One of each gate for long sequences: their truth is token by token, 4096 of them in a row. Defaults cut these
 LONG = (
@@ -340,6 +343,9 @@ def list_kernels() -> list[Job]:
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BACKWARD[name][0])))
         before = next(iter_defaults(forward_of(problem), device(), BT=BACKWARD[name][0]))
         wanted += jobs_of(backward_of(problem), before)  # what keeps residuals makes them as the backward would
+    for _, problem in WALKED.values():
+        for each in (problem, replace(problem, intermediate_states=True)):
+            wanted += jobs_of(each, default_of("gdn_pairs_segments_8", each))
     for name, (BT, problem) in SCANNED.items():  # the forward that is called before, and the same backward of segments
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BT)))
         wanted += jobs_of(backward_of(problem), scan_plan(name, segments=8))

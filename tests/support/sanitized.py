@@ -33,7 +33,10 @@ BF16 = replace(SMALL, HV=1, K=128, V=128, dtype="bf16", g_dtype="bf16", beta_dty
 SOFTPLUS = replace(BF16, HV=2, gate="softplus", intermediate_states=True)
 PROBLEMS = (BF16, SOFTPLUS, replace(SOFTPLUS, H=2, HV=4, K=60, V=100, state_v_first=True))
 GATED_DELTA_RULE = replace(SOFTPLUS, operator="chunk_gated_delta_rule", scalar_gate=True)
-WALKS = ("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk")
+WALKS = (
+    *("fwd_gdn_segment", "fwd_gdn_merge", "fwd_gdn_resume"),
+    *("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk"),
+)
 SLOW = -12.0  # raw gate of softplus that forgets next to nothing
 # Other ways through some kernels: problems, lengths, stages, and a raw gate of all tokens if none is to be drawn
 APART = (

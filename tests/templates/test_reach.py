@@ -20,7 +20,14 @@ from kda_tl.core.stage import Case, Operands
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.templates.pipelines import PIPELINES
-from kda_tl.templates.sm90 import bwd_gdn_merge, bwd_gdn_segment, bwd_gdn_states, fwd_gdn_pairs
+from kda_tl.templates.sm90 import (
+    bwd_gdn_merge,
+    bwd_gdn_segment,
+    bwd_gdn_states,
+    fwd_gdn_merge,
+    fwd_gdn_pairs,
+    fwd_gdn_segment,
+)
 from kda_tl.templates.sm90.reach import FAR, LEAST, VANISHED, count_reach
 
 CPU = cpu_device()
@@ -35,7 +42,8 @@ KEYS = {
 }
 # What stages find between segments
 BETWEEN = {"bwd_gdn_states": ("ends",)} | {
-    module.STAGE.name: tuple(module.STAGE.outputs) for module in (bwd_gdn_segment, bwd_gdn_merge)
+    module.STAGE.name: tuple(module.STAGE.outputs)
+    for module in (fwd_gdn_segment, fwd_gdn_merge, bwd_gdn_segment, bwd_gdn_merge)
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -287,8 +295,11 @@ def test_states_between_segments_are_found_where_gates_remember(segments: int, g
     call = draw_backward(draw_call(problem, lengths, seed, g=g), seed)
     tensors = call.tensors(BT, segments)
     _, records = run_references(PIPELINES[f"gdn_walk_segments_{segments}"], call.case(CPU, BT, 16), tensors)
-    inputs = next(inputs for stage, inputs in records if stage is bwd_gdn_merge.STAGE)
-    found = bwd_gdn_merge.STAGE.reference(call.case(CPU, BT, 16), Operands(**inputs))
+    found: dict[str, Tensor] = {}
+    for stage, inputs in records:
+        if stage in (fwd_gdn_merge.STAGE, bwd_gdn_merge.STAGE):
+            found |= stage.reference(call.case(CPU, BT, 16), Operands(**inputs))
+            bounds = inputs["bounds"]
     cuts = [row for row in tensors["segments"].tolist() if row[3] < 0]
     assert len(found["edges"]) == len(found["ends"]) == len(cuts) == len(tensors["segments"]) - len(lengths)
     owners = tensors["segment_sequences"].tolist()
@@ -299,7 +310,7 @@ def test_states_between_segments_are_found_where_gates_remember(segments: int, g
     for i_h in range(4):
         far: set[tuple[int, str]] = set()
         for (first, count, _, _), (n, begin, end) in zip(cuts, owners, strict=False):
-            column, edge = inputs["bounds"][:, i_h].tolist(), first + count
+            column, edge = bounds[:, i_h].tolist(), first + count
             far |= {(n, "edges")} if needed(column[begin:edge][::-1]) > FAR else set()
             far |= {(n, "ends")} if needed(column[edge:end]) > FAR else set()
         for name, truth in (("edges", states), ("ends", dstates)):

@@ -200,7 +200,7 @@ def test_what_cuts_few_heads_by_default_is_tuned_first(tune: Tune, pool: MadeUpC
     """The default that others are held against, the first that is timed, and the pipeline of a stage that is named."""
     long = Workload(name="long", T=32768, H=8, gate="log", operator="chunk_gated_delta_rule")
     for workload, default, stage in (
-        (long, "gdn_segments_8", "fwd_merge"),
+        (long, "gdn_pairs_segments_16", "fwd_gdn_merge"),
         (replace(long, direction="bwd"), "gdn_walk_segments_16", "bwd_gdn_merge"),
     ):
         events: list[Any] = []
