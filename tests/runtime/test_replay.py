@@ -136,11 +136,12 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
     """From a forward's replay into the backward's: the bits of a backward that makes them itself."""
     rng = random.Random(seed)
     staged, residuals = backward.name == "staged_backward", backward.residuals
-    maker = backward.stages[0].name
-    makes = [p for p in PIPELINES.values() if p.direction == "fwd" and maker in [stage.name for stage in p.stages]]
+    makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(residuals)}
+    makes = [p for p in PIPELINES.values() if p.direction == "fwd" and makers <= {stage.name for stage in p.stages}]
+    if "edges" in residuals:  # of segments, not of chunks
+        makes = [p for p in makes if p.segments == backward.segments]
     assert [p for p in PIPELINES.values() if p.direction == "fwd" and backward.finds_residuals(p)] == makes
     forward = makes[0]
-    makers = {stage.name for stage in backward.stages if set(stage.outputs) & set(residuals)}
     for n in range(4 if staged else 2):
         problem = draw_problem(rng, **({} if staged else family_of(backward.name)))
         call = draw_backward(draw_call(problem, draw_lengths(rng), seed + n), seed)
@@ -156,7 +157,8 @@ def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed:
         keep = make_replay(forward.flow(case.problem, tuple(names)), kernels, sizes)
         own = {name for name in ("bounds", "ready") if name in forward.stages[0].outputs} - {*residuals}
         _, bytes_left = place([4 * sizes["NT"] * case.problem.HV] * len(own), [(0, 0)] * len(own))
-        assert keep.workspace_bytes == bytes_left < plain.workspace_bytes, "all but a number a chunk and head is kept"
+        assert keep.workspace_bytes < plain.workspace_bytes
+        assert "edges" in residuals or keep.workspace_bytes == bytes_left, "all but a number a chunk and head is kept"
         expected, out = plain(x), keep(x)
         assert expected.keys() == {"o", "ht"} and out.keys() == names.keys()
         assert torch.equal(out["o"], expected["o"])
