@@ -39,7 +39,14 @@ TRAINED = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 32, 32768, 1), (4, 8, 3276
 PAIRS = {"A", "Aqk", "powers"}
 SHAPES = {"fwd": ROWS, "train": TRAINED}
 PIPELINES = {
-    "fwd": ("gdn_pairs", "gdn_recurrence", "gdn_segments_4", "gdn_segments_8", "staged"),
+    "fwd": (
+        "gdn_pairs",
+        *(f"gdn_pairs_segments_{n}" for n in (4, 8, 16)),
+        "gdn_recurrence",
+        "gdn_segments_4",
+        "gdn_segments_8",
+        "staged",
+    ),
     "bwd": (
         *(f"gdn_walk_segments_{n}" for n in (2, 4, 8, 16)),
         "gdn_scan",

@@ -111,7 +111,7 @@ class TensorSpec:
     """Shape, dtype and presence of one named tensor of a stage.
 
     Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``state``, ``f32``,
-    ``i32``), and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or one of its
+    ``bf16``, ``i32``), and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or one of its
     options, or ``not`` and the field that must be false.
     """
 
@@ -159,7 +159,7 @@ class TensorSpec:
 
 
 _FIELD_OF_DTYPE = {"io": "dtype", "g": "g_dtype", "beta": "beta_dtype", "state": "state_dtype"}
-_FIXED = {"f32": "fp32", "i32": "i32"}
+_FIXED = {"f32": "fp32", "bf16": "bf16", "i32": "i32"}
 
 
 def _fields_of_dim(dim: str, problem: Problem) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.bwd_gdn_segment import OUTPUTS as ADDED
 from kda_tl.templates.sm90.fwd_gdn_segment import MOVED
-from kda_tl.templates.sm90.gdn_merge import merge_far, merge_reference
+from kda_tl.templates.sm90.gdn_merge import GdnMergeConfig, merge_far, merge_reference
 from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, TABLES
-from kda_tl.templates.sm90.merge import TOLERANCE, MergeConfig, merge_cost
+from kda_tl.templates.sm90.merge import TOLERANCE, merge_cost
 from kda_tl.templates.sm90.reach import CUTS, OWNERS
 
 INPUTS = {**ADDED, **MOVED, **BOUNDS, **OWNERS, **CUTS, "segments": TABLES["segments"]}
@@ -34,7 +34,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     return {"ends": merge_reference(case, x, None, x.dlocal, 1)}
 
 
-def build(case: Case, config: MergeConfig) -> Any:
+def build(case: Case, config: GdnMergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments from the last to the first."""
     p, BV, heads = case.problem, config.BV, Heads.of(case.problem)
     VB = p.V // BV
@@ -46,7 +46,7 @@ def build(case: Case, config: MergeConfig) -> Any:
             i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
             tables = {"segments": segments, "owners": segment_sequences, "cuts": seq_segments}
             x = SimpleNamespace(transition=transition, bounds=bounds, **tables)
-            merge_far(p, BV, 1, (i_n, i_h, i_v * BV), NS == N, x, None, False, dlocal, ends)
+            merge_far(p, config, 1, (i_n, i_h, i_v * BV), NS == N, x, None, False, dlocal, ends)
 
     return bwd_gdn_merge
 
@@ -60,10 +60,10 @@ STAGE = Stage(
     "bwd_gdn_merge",
     INPUTS,
     OUTPUTS,
-    MergeConfig,
+    GdnMergeConfig,
     build,
     reference,
-    MergeConfig.default,
+    GdnMergeConfig.default,
     cost,
     TOLERANCE,
     depends=(),

@@ -18,9 +18,9 @@ from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.fwd_gdn_segment import OUTPUTS as MADE
-from kda_tl.templates.sm90.gdn_merge import merge_far, merge_reference
+from kda_tl.templates.sm90.gdn_merge import GdnMergeConfig, merge_far, merge_reference
 from kda_tl.templates.sm90.hopper import BOUNDS, TABLES
-from kda_tl.templates.sm90.merge import TOLERANCE, MergeConfig, merge_cost
+from kda_tl.templates.sm90.merge import TOLERANCE, merge_cost
 from kda_tl.templates.sm90.reach import CUTS, EDGES, OWNERS
 
 INPUTS = {
@@ -39,7 +39,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     return {"edges": merge_reference(case, x, x.h0, x.local, -1)}
 
 
-def build(case: Case, config: MergeConfig) -> Any:
+def build(case: Case, config: GdnMergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments in order."""
     p, BV, heads = case.problem, config.BV, Heads.of(case.problem)
     VB = p.V // BV
@@ -51,7 +51,7 @@ def build(case: Case, config: MergeConfig) -> Any:
             i_n, i_h, i_v = split_block(i_block, (N, heads.HV), VB)
             tables = {"segments": segments, "owners": segment_sequences, "cuts": seq_segments}
             x = SimpleNamespace(transition=transition, bounds=bounds, **tables)
-            merge_far(p, BV, -1, (i_n, i_h, i_v * BV), NS == N, x, h0, p.initial_state, local, edges)
+            merge_far(p, config, -1, (i_n, i_h, i_v * BV), NS == N, x, h0, p.initial_state, local, edges)
 
     return fwd_gdn_merge
 
@@ -65,10 +65,10 @@ STAGE = Stage(
     "fwd_gdn_merge",
     INPUTS,
     OUTPUTS,
-    MergeConfig,
+    GdnMergeConfig,
     build,
     reference,
-    MergeConfig.default,
+    GdnMergeConfig.default,
     cost,
     TOLERANCE,
     depends=(),

@@ -5,8 +5,9 @@ In X = S^T a segment is affine: X_end = X_start M + local, see fwd_segment. From
     Z^T = ((R K^T) diag(end)) A        local^T <- local^T + Z^T V        R <- last R - (Z^T diag(start)) K
 
 from R = I and local = 0; the factors of rows are the powers of fwd_gdn_pairs, see powers. R is left as it is, the
-transposed transition, which gradients go through too. A walk ends where less than 2^-64 is left of R. Where gates
-forget walks find their own start, see reach: all is zero for a head and sequence in which no walk is far.
+transposed transition, which gradients go through too, in halves of 16 bits as merges multiply it. A walk ends where
+less than 2^-64 is left of R. Where gates forget walks find their own start, see reach: all is zero for a head and
+sequence in which no walk is far.
 
     warps             registers  produce            consume
     4 or 8 multiply   224        transition, local  the ring
@@ -28,6 +29,7 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.fwd_segment import FLOOR, LOADER_REGISTERS, REGISTERS
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES, count_bytes
+from kda_tl.templates.sm90.merge import SPLIT
 from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, MULTIPLIED, START, make_factors, reject_rows
 from kda_tl.templates.sm90.reach import CUTS, OWNERS, far_reference, find_reach, has_far
 from kda_tl.templates.sm90.recurrence import (
@@ -55,8 +57,15 @@ INPUTS = {
     **CUTS,
     **TABLES,
 }
-MOVED = {"transition": "NC HV KP KP : f32"}
+# In halves: rounded, and what that leaves out
+MOVED = {"transition": "NC HV 2 KP KP : bf16"}
 OUTPUTS = {"local": "NC HV V KP : f32", **MOVED}
+
+
+def split_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in halves, the second of which is exact here."""
+    high = x.bfloat16().to(x.dtype)
+    return high, x - high
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -65,7 +74,8 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     given = split_chunks(x.v.to(x.powers.dtype), x.chunk_tokens, case.BT)
     nothing = given.new_zeros((*given.shape[:3], p.KP))
     cuts = max(1, len(rows) - len(x.seq_segments))
-    local, transition = (given.new_zeros((cuts, p.HV, n, p.KP)) for n in (p.V, p.KP))
+    local = given.new_zeros((cuts, p.HV, p.V, p.KP))
+    transition = given.new_zeros((cuts, p.HV, 2, p.KP, p.KP))
     for n, (begun, count, _) in enumerate(x.seq_segments.tolist()):
         far = (far_reference(x, n, -1) | far_reference(x, n, 1))[:, None, None]
         for i_s in range(begun, begun + count):
@@ -73,7 +83,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
             moved = torch.eye(p.KP, dtype=given.dtype, device=given.device).expand(p.HV, -1, -1)
             for t in range(rows[i_s][0], sum(rows[i_s][:2])):
                 own, moved = (step_reference(x, t, y, s)[1] for y, s in ((given, own), (nothing, moved)))
-            local[i_s], transition[i_s] = own * far, moved.mT * far
+            local[i_s], transition[i_s] = own * far, torch.stack(split_reference(moved.mT * far), 1)
     return {"local": local, "transition": transition}
 
 
@@ -101,6 +111,11 @@ class GdnSegmentConfig(RecurrenceConfig):
         """The tiles of every stage and two barriers a stage."""
         BT, K = case.BT, case.problem.K
         return self.num_stages * (BT * (self.BV + BT + K) * 2 + MULTIPLIED * BT * 4 + 16)
+
+
+def round_rest(x: Any) -> Any:
+    """What rounding leaves out of a number, rounded."""
+    return T.cast(x - T.cast(T.cast(x, SPLIT), "float32"), SPLIT)
 
 
 @T.macro
@@ -217,7 +232,9 @@ def build(case: Case, config: GdnSegmentConfig) -> Any:
                     local[i_c, i_h, v0 + j, k0 + i] = r.sums[i, j]
                 if v0 == 0:
                     for i, j in T.Parallel(BK, p.K):
-                        transition[i_c, i_h, k0 + i, j] = r.state[i, j]
+                        transition[i_c, i_h, 0, k0 + i, j] = T.cast(r.state[i, j], SPLIT)
+                    for i, j in T.Parallel(BK, p.K):
+                        transition[i_c, i_h, 1, k0 + i, j] = round_rest(r.state[i, j])
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:
@@ -238,6 +255,9 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=flops)
 
 
+# A tuner judges halves of a transition side by side: where TOLERANCE moves a number across the middle between two of
+# bf16, both halves are off by a unit. That is 2^-9 of a number on average if it happens every time.
+SPLIT_TOLERANCE = {dtype: error + 2.0**-9 for dtype, error in TOLERANCE.items()}
 STAGE = Stage(
     "fwd_gdn_segment",
     INPUTS,
@@ -247,7 +267,7 @@ STAGE = Stage(
     reference,
     default,
     cost,
-    TOLERANCE,
+    SPLIT_TOLERANCE,
     depends=(),
     rms_floor=FLOOR,
 )

@@ -78,12 +78,20 @@ def reverse_chunks(stage: Stage, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_apart(stage: Stage, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name; where a dimension is a number, so many kinds of rows lie in one, and each is one by itself."""
+    """Tensors by name; where a dimension is a number, so many kinds of rows lie in one, and each is one by itself.
+
+    But for those of bf16 whatever the io dtype is: they are halves of numbers, and are added.
+    """
     apart = {}
     for name, x in tensors.items():
-        axis = next((axis for axis, dim in enumerate(stage.specs[name].dims) if dim.isdigit()), None)
-        rows = {name: x} if axis is None else {f"{name} {n}": row for n, row in enumerate(x.unbind(axis))}
-        apart.update(rows)
+        spec = stage.specs[name]
+        axis = next((axis for axis, dim in enumerate(spec.dims) if dim.isdigit()), None)
+        if axis is None:
+            apart[name] = x
+        elif spec.dtype == "bf16":
+            apart[name] = x.double().sum(axis)
+        else:
+            apart.update({f"{name} {n}": row for n, row in enumerate(x.unbind(axis))})
     return apart
 
 
