@@ -111,8 +111,8 @@ class TensorSpec:
     """Shape, dtype and presence of one named tensor of a stage.
 
     Written as ``"NT HV BT KP : f32 ? l2norm"``: dimensions, the dtype (``io``, ``g``, ``beta``, ``state``, ``f32``,
-    ``bf16``, ``i32``), and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or one of its
-    options, or ``not`` and the field that must be false.
+    ``bf16``, ``i32``), and, after ``?``, the field of :class:`Problem` that must be true for the tensor to exist, or
+    one of its options, or ``not`` and the field that must be false.
     """
 
     dims: tuple[str, ...]

@@ -109,7 +109,7 @@ def load(case, x, tiles, rows, outputs, w):
 
 
 @T.macro
-def turn(values, shared, threads):
+def transpose(values, shared, threads):
     """A fragment to shared memory, transposed, by the block's first ``threads``, when they have read what was there."""
     T.sync_threads(BARRIER, threads)
     for i, j in T.Parallel(*values.shape):
@@ -120,11 +120,11 @@ def turn(values, shared, threads):
 @T.macro
 def store_output(output, shared, o, row, w, own, threads):
     """Rows of the chunk that begins at token ``row``, if they lie between ``own``, the segment's first, and its end."""
-    rows, (BT, BV) = HeadRows.of(o, row, w.i_h), (output.shape[1], output.shape[0])
-    turn(output, shared, threads)
+    of_head, (BV, BT) = HeadRows.of(o, row, w.i_h), output.shape
+    transpose(output, shared, threads)
     for i, j in T.Parallel(BT, BV):
         if (row + i >= own) & (row + i < w.end):
-            rows.rows[i, w.v0 + j] = shared[i, j]
+            of_head.rows[i, w.v0 + j] = shared[i, j]
 
 
 @T.macro
@@ -159,7 +159,7 @@ def multiply(case, config, load_state, starts, x, tiles, rows, outputs, w):
         rows.wait(slot, phase)
         issue_values(z, r, tiles, 0, slot)
         if p.intermediate_states:
-            turn(state_io, tiles.h, threads)
+            transpose(state_io, tiles.h, threads)
             for j, i in T.Parallel(p.K, BV):
                 x.h[w.first + w.passed + n, w.i_h, j, w.v0 + i] = tiles.h[j, i]
         store_output(output, tiles.o, x.o, own + (n - 1) * BT, w, own, threads)
