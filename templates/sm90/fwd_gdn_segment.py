@@ -255,9 +255,6 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
     return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=flops)
 
 
-# A tuner judges halves of a transition side by side: where TOLERANCE moves a number across the middle between two of
-# bf16, both halves are off by a unit. That is 2^-9 of a number on average if it happens every time.
-SPLIT_TOLERANCE = {dtype: error + 2.0**-9 for dtype, error in TOLERANCE.items()}
 STAGE = Stage(
     "fwd_gdn_segment",
     INPUTS,
@@ -267,7 +264,7 @@ STAGE = Stage(
     reference,
     default,
     cost,
-    SPLIT_TOLERANCE,
+    TOLERANCE,
     depends=(),
     rms_floor=FLOOR,
 )

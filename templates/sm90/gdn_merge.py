@@ -18,6 +18,7 @@ from kda_tl.core.stage import Case, Operands, tunable
 from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.fwd_gdn_segment import round_rest
 from kda_tl.templates.sm90.merge import SPLIT, Halves, MergeConfig, load_given
+from kda_tl.templates.sm90.powers import reject_rows
 from kda_tl.templates.sm90.reach import far_reference, has_far
 from kda_tl.templates.sm90.recurrence import read_state
 
@@ -45,8 +46,8 @@ class GdnMergeConfig(MergeConfig):
     num_stages: int = tunable(3, 2, 3)
 
     def reject(self, case: Case) -> str | None:
-        """As the base, and shared memory for all slots."""
-        if reason := super().reject(case):
+        """As the base, what the stages around it take, and shared memory for all slots."""
+        if reason := super().reject(case) or reject_rows(case, (64, 128)):
             return reason
         KP = case.problem.KP
         smem = 4 * KP * (self.num_stages * KP + self.BV)
