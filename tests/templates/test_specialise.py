@@ -86,7 +86,13 @@ def test_kernels_ignore_what_their_stage_does_not_name(name: str, kind: str, rng
     config = stage.default(case)
     other = change_rest(rng, stage, case)
     assert stage.specialise(other) == stage.specialise(case) and other.problem != case.problem
-    assert text_of(stage, other, config) == text_of(stage, stage.specialise(case), config), other.problem
+    texts: tuple[set[str], set[str]] = (set(), set())
+    for _ in range(8):  # TileLang 0.1.15 puts a barrier of bwd_state before a loop or into it, as addresses fall
+        for found, of in zip(texts, (other, stage.specialise(case)), strict=True):
+            found.add(text_of(stage, of, config))
+        if texts[0] & texts[1]:
+            return
+    raise AssertionError(f"{name} depends on what {other.problem} has changed")
 
 
 NAMED = [(name, field) for name, stage in STAGES.items() for field in stage.depends]
