@@ -3,7 +3,7 @@
     V'^T = (V^T - (S^T K^T) diag(start)) A^T         S^T <- last S^T + (V'^T diag(end)) K
 
 A segment that does not begin its sequence finds its own start: it begins as many chunks earlier as gates remember, and
-keeps nothing of them; if these are many, with the state that bwd_gdn_merge found. See reach. Roles and ring are those
+keeps nothing of them; if these are many, with the state that fwd_gdn_merge found. See reach. Roles and ring are those
 of scan's walk forwards.
 
     warps             registers  produce   consume

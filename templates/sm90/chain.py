@@ -5,7 +5,8 @@
     queries  1        q                     the chunk ends
     pairs    1        A, Aqk                dX is known
 
-What bwd_gdn_states, bwd_gdn_segment and bwd_gdn_walk share; the products are bwd_gdn_scan's.
+What bwd_gdn_states, bwd_gdn_segment and bwd_gdn_walk share, and tiles and starts of fwd_gdn_resume and bwd_gdn_resume;
+the products are bwd_gdn_scan's.
 """
 
 from __future__ import annotations

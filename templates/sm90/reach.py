@@ -4,7 +4,8 @@ A state, or its gradient, changes in a chunk by a transition whose norm fwd_gdn_
 chunks before its segment that less than 2^-64 of what was there can be left begins with zero, and one that begins at
 the sequence's end with what is known there. Most walks take at most FAR chunks so: where gates remember more, they
 begin with what is known between segments. With few segments bwd_gdn_states finds that by walks of whole sequences, and
-its own states likewise; with many, bwd_gdn_segment and bwd_gdn_merge do. So slow gates cost some time and no accuracy.
+its own states likewise; with many, and in the forward, segments and merges of either direction do. So slow gates cost
+some time and no accuracy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ AT_ONCE = 8  # chunks whose bounds are read side by side
 OWNERS = {"segment_sequences": "NS 3 : i32"}
 # Of each sequence the first of its cut segments, which do not end it, their number, and the segment that ends it
 CUTS = {"seq_segments": "N 3 : i32"}
-# States, and gradients of states, after cut segments, for walks that do not find them: see bwd_gdn_merge
+# States after cut segments, for walks that do not find them: see fwd_gdn_merge
 EDGES = {"edges": "NC HV V KP : f32"}
 WARP = 32  # lanes
 
