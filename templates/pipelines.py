@@ -46,6 +46,7 @@ from kda_tl.templates.sm90 import (
     fwd_segment,
 )
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS
+from kda_tl.templates.sm90.merge import MOVED
 from kda_tl.templates.sm90.reach import EDGES
 
 # Through memory: runs on every target, and each step can be looked at
@@ -72,7 +73,7 @@ _GRADIENTS_GDN = (bwd_gdn_gradients.STAGE, *_SUMS)
 _CUT_PAIRS = (fwd_gdn_pairs.STAGE, fwd_gdn_segment.STAGE, fwd_gdn_merge.STAGE)
 _PREPARED = tuple(fwd_prep.STAGE.outputs)
 _PAIRS = (*PAIRS, *BOUNDS)
-_OF_SEGMENTS = (*_PAIRS, *EDGES, *fwd_gdn_segment.MOVED)  # and what is known between segments
+_OF_SEGMENTS = (*_PAIRS, *EDGES, *MOVED)  # and what is known between segments
 _WALK_GDN = (fwd_gdn_pairs.STAGE, bwd_gdn_states.STAGE, bwd_gdn_walk.STAGE, *_SUMS)
 _CUT_BACK_GDN = (bwd_gdn_segment.STAGE, bwd_gdn_merge.STAGE, bwd_gdn_resume.STAGE)
 _WALK_CUT_GDN = (*_CUT_PAIRS, *_CUT_BACK_GDN, bwd_gdn_walk.STAGE, *_SUMS)

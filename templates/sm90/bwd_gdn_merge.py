@@ -19,10 +19,9 @@ from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90.bwd_gdn_segment import OUTPUTS as ADDED
-from kda_tl.templates.sm90.fwd_gdn_segment import MOVED
 from kda_tl.templates.sm90.gdn_merge import GdnMergeConfig, merge_far, merge_reference
 from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, TABLES
-from kda_tl.templates.sm90.merge import TOLERANCE, merge_cost
+from kda_tl.templates.sm90.merge import MOVED, TOLERANCE, merge_cost
 from kda_tl.templates.sm90.reach import CUTS, OWNERS
 
 INPUTS = {**ADDED, **MOVED, **BOUNDS, **OWNERS, **CUTS, "segments": TABLES["segments"]}

@@ -1,9 +1,10 @@
 """Merge in reverse: the gradients of the states that segments end with, in fp32, from a sequence's last segment on.
 
-    dS^T <- dS^T transition^T + dlocal
+    dS^T <- dS^T transition + dlocal
 
-from the gradient of the final state, or zero. What the last segment makes of that is its dlocal alone, see bwd_segment;
-the segments before it add what they make of zero. See merge.py for the operands.
+from the gradient of the final state, or zero, with transitions transposed as fwd_segment leaves them. What the last
+segment makes of that is its dlocal alone, see bwd_segment; the segments before it add what they make of zero. See
+merge.py for the operands.
 Source: derived in bwd_segment.
 """
 
@@ -16,12 +17,12 @@ from kda_tl.core.stage import Case, Cost, Operands, Stage
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
-from kda_tl.templates.sm90.merge import SPLIT, TOLERANCE, Halves, MergeConfig, load_given, merge_cost, merge_segment
+from kda_tl.templates.sm90.merge import MOVED, TOLERANCE, MergeConfig, Order, load_given, merge, merge_cost
 from kda_tl.templates.sm90.recurrence import read_state
 
 INPUTS = {
     "dlocal": "NS HV VP KP : f32",
-    "transition": "NC HV KP KP : f32",
+    **MOVED,
     "dht": "N HV K V : f32 ? final_state",
     "seq_segments": "N 3 : i32",
 }
@@ -37,14 +38,14 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
         dstate = x.dlocal[last]
         for i_s in reversed(range(first, first + count)):
             ends[i_s] = dstate
-            dstate = dstate @ x.transition[i_s].mT + x.dlocal[i_s]
+            dstate = dstate @ x.transition[i_s].sum(1) + x.dlocal[i_s]
     return {"ends": ends}
 
 
 def build(case: Case, config: MergeConfig) -> Any:
     """The kernel: one thread block a (sequence, value head, BV rows), segments in reverse."""
-    p, BV, f32 = case.problem, config.BV, "float32"
-    KP, VB, heads = p.KP, p.VP // BV, Heads.of(p)
+    p, BV, heads = case.problem, config.BV, Heads.of(case.problem)
+    VB = p.VP // BV
     N, NS, NC = T.dynamic("N"), T.dynamic("NS"), T.dynamic("NC")
 
     @prim_func(case, INPUTS | OUTPUTS, NS=NS, NC=NC, N=N, **heads.sizes)
@@ -55,33 +56,17 @@ def build(case: Case, config: MergeConfig) -> Any:
             first = seq_segments[i_n, 0]
             count = seq_segments[i_n, 1]
             last = seq_segments[i_n, 2]
-            loaded = T.alloc_shared((2, KP, KP), f32)
-            dstate_high = T.alloc_shared((BV, KP), SPLIT)
-            dstate_low = T.alloc_shared((BV, KP), SPLIT)
-            transition_high = T.alloc_shared((KP, KP), SPLIT)
-            transition_low = T.alloc_shared((KP, KP), SPLIT)
-            dstate = T.alloc_fragment((BV, KP), f32)
-            own = T.alloc_fragment((BV, KP), f32)
-            dstates = Halves(dstate_high, dstate_low)
-            transitions = Halves(transition_high, transition_low)
-            if count > 1:
-                T.async_copy(transition[first + count - 1, i_h, :, :], loaded[0, :, :])
+            dstate = T.alloc_fragment((BV, p.KP), "float32")
             load_given(p, dht, p.final_state, i_n, i_h, v0, dstate)
             T.copy(dstate, ends[last, i_h, v0 : v0 + BV, :])
+            cut = lambda n: first + count - 1 - n  # noqa: E731
+            order = Order(cut, cut, lambda n: cut(n) - 1)
             if count > 0:
-                for i, j in T.Parallel(BV, KP):
+                for i, j in T.Parallel(BV, p.KP):
                     dstate[i, j] = dlocal[last, i_h, v0 + i, j]
-                for n in T.serial(count - 1):
-                    i_s = first + count - 1 - n
-                    T.ptx_wait_group(0)
-                    T.sync_threads()
-                    if n + 2 < count:
-                        T.async_copy(transition[i_s - 1, i_h, :, :], loaded[(n + 1) % 2, :, :])
-                    for i, j in T.Parallel(BV, KP):
-                        own[i, j] = dlocal[i_s, i_h, v0 + i, j]
-                    T.copy(dstate, ends[i_s, i_h, v0 : v0 + BV, :])
-                    merge_segment(dstate, own, loaded, n % 2, dstates, transitions, transpose_B=True)
-                T.copy(dstate, ends[first, i_h, v0 : v0 + BV, :])
+                T.copy(dstate, ends[first + count - 1, i_h, v0 : v0 + BV, :])
+            if count > 1:
+                merge(config, (i_h, v0), order, count - 1, dstate, transition, dlocal, ends, transpose_B=False)
 
     return bwd_merge
 

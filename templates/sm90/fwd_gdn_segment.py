@@ -29,7 +29,7 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.fwd_segment import FLOOR, LOADER_REGISTERS, REGISTERS
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES, count_bytes
-from kda_tl.templates.sm90.merge import SPLIT
+from kda_tl.templates.sm90.merge import MOVED, split_reference, store_transition
 from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, MULTIPLIED, START, make_factors, reject_rows
 from kda_tl.templates.sm90.reach import CUTS, OWNERS, far_reference, find_reach, has_far
 from kda_tl.templates.sm90.recurrence import (
@@ -57,15 +57,7 @@ INPUTS = {
     **CUTS,
     **TABLES,
 }
-# In halves: rounded, and what that leaves out
-MOVED = {"transition": "NC HV 2 KP KP : bf16"}
 OUTPUTS = {"local": "NC HV V KP : f32", **MOVED}
-
-
-def split_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor in halves, the second of which is exact here."""
-    high = x.bfloat16().to(x.dtype)
-    return high, x - high
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -111,11 +103,6 @@ class GdnSegmentConfig(RecurrenceConfig):
         """The tiles of every stage and two barriers a stage."""
         BT, K = case.BT, case.problem.K
         return self.num_stages * (BT * (self.BV + BT + K) * 2 + MULTIPLIED * BT * 4 + 16)
-
-
-def round_rest(x: Any) -> Any:
-    """What rounding leaves out of a number, rounded."""
-    return T.cast(x - T.cast(T.cast(x, SPLIT), "float32"), SPLIT)
 
 
 @T.macro
@@ -231,10 +218,7 @@ def build(case: Case, config: GdnSegmentConfig) -> Any:
                 for i, j in T.Parallel(BK, BV):
                     local[i_c, i_h, v0 + j, k0 + i] = r.sums[i, j]
                 if v0 == 0:
-                    for i, j in T.Parallel(BK, p.K):
-                        transition[i_c, i_h, 0, k0 + i, j] = T.cast(r.state[i, j], SPLIT)
-                    for i, j in T.Parallel(BK, p.K):
-                        transition[i_c, i_h, 1, k0 + i, j] = round_rest(r.state[i, j])
+                    store_transition(r.state, transition, i_c, i_h, k0)
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:

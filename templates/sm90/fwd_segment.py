@@ -6,9 +6,10 @@ R = (M_c+1 ... M_n)^T, the transposed transition of what was walked,
 
     Z^T = (R kg^T) A        local^T <- local^T + Z^T V        R <- R diag(decay) + Z^T k_neg
 
-from R = I and local = 0. Rows of R never meet, so a thread block owns some, and those columns of local. The walk ends
-before the segment's first chunk where no row of R has an element above 2^-64: a state would lose as much on its way, so
-what comes earlier is left out, a NaN too. That depends on the gates: where they are steep, few chunks are walked.
+from R = I and local = 0. R is left as it is, in halves of 16 bits as merges multiply it. Rows of R never meet, so a
+thread block owns some, and those columns of local. The walk ends before the segment's first chunk where no row of R has
+an element above 2^-64: a state would lose as much on its way, so what comes earlier is left out, a NaN too. That
+depends on the gates: where they are steep, few chunks are walked.
 The segments that end their sequence are not walked, for nothing starts from their end; what is not walked is zero.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the affine form is derived above.
 """
@@ -25,6 +26,7 @@ from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
+from kda_tl.templates.sm90.merge import MOVED, split_reference, store_transition
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
@@ -41,7 +43,7 @@ from kda_tl.templates.sm90.recurrence import (
 
 WALKED = {"v": "tokens HV V : io", **{name: FACTORS[name] for name in ("A", "k_neg", "kg", "decay")}}
 INPUTS = {**WALKED, **TABLES}
-OUTPUTS = {"local": "NC HV VP KP : f32", "transition": "NC HV KP KP : f32"}
+OUTPUTS = {"local": "NC HV VP KP : f32", **MOVED}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
@@ -60,7 +62,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
             _, own = step_reference(x, t, values, own)
             _, moved = step_reference(x, t, nothing, moved)
         local.append(own)
-        transition.append(moved)
+        transition.append(torch.stack(split_reference(moved.mT), 1))
     return {"local": torch.stack(local), "transition": torch.stack(transition)}
 
 
@@ -174,8 +176,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                 for i, j in T.Parallel(BK, BV):
                     local[i_s, i_h, v0 + j, k0 + i] = sums[i, j]
                 if v0 == 0:
-                    for i, j in T.Parallel(BK, KP):
-                        transition[i_s, i_h, j, k0 + i] = state[i, j]
+                    store_transition(state, transition, i_s, i_h, k0)
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:

@@ -1,20 +1,22 @@
-"""Merges on Hopper: what the two stages share that take a state, or its gradient, from segment to segment.
+"""Merges on Hopper: what the stages share that take a state, or its gradient, from segment to segment.
 
     state <- state transition + own        state: BV rows of [V, K], in fp32 registers
 
 Rows never meet, so a thread block owns some of a head's. A state may have decayed little in a whole sequence, and what
 is rounded here stays in it: both operands are split in two of 16 bits, x = x' + r, and x' y' + r y' + x' s leaves out
-2^-17 of the product.
+2^-17 of the product. Transitions come transposed and in halves from the segments' walks.
 
-    tile          name         dtype                      where it lives
-    state, own    state, own   fp32                       registers
-    transition    loaded       fp32, two slots            shared memory, the next one is on its way
-    both, split   Halves       bf16, and what it rounds   shared memory
+    tile          name          dtype                     where it lives
+    state, own    state, added  fp32                      registers; the next own is on its way
+    transition    moved         bf16, and what it rounds  shared memory, slots that fill while others are multiplied
+    state, split  Halves        bf16, and what it rounds  shared memory
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
 
 from kda_tl.core.stage import Case, Cost, tunable
 from kda_tl.templates.common.language import T
@@ -22,20 +24,26 @@ from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.hopper import HopperConfig, count_bytes
 
 SPLIT = "bfloat16"  # has the range of fp32
+# Of a segment, transposed: rounded, and what that leaves out
+MOVED = {"transition": "NC HV 2 KP KP : bf16"}
 # all is fp32 whatever io is; sums over K channels, a segment after the other
 TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
+COPIES = 2  # groups of copies of a transition
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(HopperConfig):
-    """BV: rows a thread block owns, few so that there are many; threads a block."""
+    """BV: rows a thread block owns, few so that there are many; threads a block; num_stages: transitions in shared
+    memory.
+    """
 
     NEEDS: ClassVar[str] = "it merges what instructions of sm_90 made"
     BV: int = tunable(16, 16, 32)
     threads: int = tunable(256, 128, 256)
+    num_stages: int = tunable(3, 2, 3)
 
     def reject(self, case: Case) -> str | None:
-        """The device of the stages around it, and shared memory."""
+        """The device of the stages around it, and shared memory for all slots."""
         if reason := super().reject(case):
             return reason
         K, KP, VP = case.problem.K, case.problem.KP, case.problem.VP
@@ -43,9 +51,9 @@ class MergeConfig(HopperConfig):
             return f"K={K} is not 64 or 128 channels, which its tiles are"
         if VP % self.BV:
             return f"BV={self.BV} does not divide the padded head dimension {VP}"
-        smem = 4 * KP * (3 * KP + self.BV)
+        smem = 4 * KP * (self.num_stages * KP + self.BV)
         if smem > case.device.smem_bytes:
-            return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
+            return f"num_stages={self.num_stages} need {smem} bytes of {case.device.smem_bytes} shared"
         return None
 
 
@@ -56,12 +64,52 @@ def merge_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str])
     return Cost(bytes=count_bytes(case, sizes, tensors), flops=flops)
 
 
+def split_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in halves, the second of which is exact here."""
+    high = x.bfloat16().to(x.dtype)
+    return high, x - high
+
+
 @dataclass(frozen=True)
 class Halves:
     """A tile in fp32 as the sum of two of 16 bits, in shared memory."""
 
     high: Any
     low: Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """Of the n-th merge, by n: the segment whose transition it takes, the one whose own it adds, and the row of what
+    is merged that it leads to.
+    """
+
+    moved: Callable[[Any], Any]
+    own: Callable[[Any], Any]
+    merged: Callable[[Any], Any]
+
+
+def round_rest(x: Any) -> Any:
+    """What rounding leaves out of a number, rounded."""
+    return T.cast(x - T.cast(T.cast(x, SPLIT), "float32"), SPLIT)
+
+
+@T.macro
+def split(values, halves):
+    """A fragment as two tiles."""
+    for i, j in T.Parallel(*values.shape):
+        halves.high[i, j] = T.cast(values[i, j], SPLIT)
+    for i, j in T.Parallel(*values.shape):
+        halves.low[i, j] = round_rest(values[i, j])
+
+
+@T.macro
+def store_transition(rows, transition, i_s, i_h, k0):
+    """Rows of a segment's transposed transition, from registers."""
+    for i, j in T.Parallel(*rows.shape):
+        transition[i_s, i_h, 0, k0 + i, j] = T.cast(rows[i, j], SPLIT)
+    for i, j in T.Parallel(*rows.shape):
+        transition[i_s, i_h, 1, k0 + i, j] = round_rest(rows[i, j])
 
 
 @T.macro
@@ -75,34 +123,51 @@ def load_given(p, given, is_given, i_n, i_h, v0, state):
 
 
 @T.macro
-def _split_state(state, halves):
-    """A state in registers as two tiles."""
-    for i, j in T.Parallel(*state.shape):
-        halves.high[i, j] = T.cast(state[i, j], SPLIT)
-    for i, j in T.Parallel(*state.shape):
-        halves.low[i, j] = T.cast(state[i, j] - T.cast(T.cast(state[i, j], SPLIT), "float32"), SPLIT)
+def load_transition(transition, i_s, i_h, moved, slot):
+    """A transition on its way, as COPIES groups."""
+    T.async_copy(transition[i_s, i_h, 0, :, :], moved.high[slot, :, :])
+    T.async_copy(transition[i_s, i_h, 1, :, :], moved.low[slot, :, :])
 
 
 @T.macro
-def _split_transition(loaded, slot, halves):
-    """A transition in shared memory as two tiles."""
-    for i, j in T.Parallel(*loaded.shape[1:]):
-        halves.high[i, j] = T.cast(loaded[slot, i, j], SPLIT)
-    for i, j in T.Parallel(*loaded.shape[1:]):
-        x = loaded[slot, i, j]
-        halves.low[i, j] = T.cast(x - T.cast(T.cast(x, SPLIT), "float32"), SPLIT)
+def merge(config, place, order, count, state, transition, own, merged, transpose_B):
+    """state <- state transition + own in fp32, ``count`` times, at least once, without products of lower halves.
 
-
-@T.macro
-def merge_segment(state, own, loaded, slot, states, transitions, transpose_B=False):
-    """state <- state transition + own, in fp32 in registers, without the product of the two lower halves.
-
-    The transition, in shared memory, is ``loaded[slot]``, or with transpose_B its transpose. ``states`` and
-    ``transitions`` are room for the split operands.
+    Args:
+        config: of the stage.
+        place: the value head and the first row of the block.
+        order: what each merge takes, and where its result is written.
+        count: of merges.
+        state: a fragment of BV rows that holds what the first one begins with.
+        transition: transposed, of all segments, in halves.
+        own: what segments add.
+        merged: written, after each merge.
+        transpose_B: whether states are merged; their gradients are multiplied by the transposed transition.
     """
-    _split_state(state, states)
-    _split_transition(loaded, slot, transitions)
-    T.copy(own, state)
-    T.gemm(states.high, transitions.high, state, transpose_B=transpose_B)
-    T.gemm(states.low, transitions.high, state, transpose_B=transpose_B)
-    T.gemm(states.high, transitions.low, state, transpose_B=transpose_B)
+    (BV, KP), stages, (i_h, v0) = state.shape, config.num_stages, place
+    state_high = T.alloc_shared((BV, KP), SPLIT)
+    state_low = T.alloc_shared((BV, KP), SPLIT)
+    moved_high = T.alloc_shared((stages, KP, KP), SPLIT)
+    moved_low = T.alloc_shared((stages, KP, KP), SPLIT)
+    added = T.alloc_fragment((BV, KP), "float32")
+    halves, moved = Halves(state_high, state_low), Halves(moved_high, moved_low)
+    for n in list(range(stages - 1)):  # so many are on their way, or what stands for those that are not there
+        load_transition(transition, order.moved(T.min(n, count - 1)), i_h, moved, n)
+    T.copy(own[order.own(0), i_h, v0 : v0 + BV, :], added)
+    for n in T.serial(count):
+        T.ptx_wait_group(COPIES * (stages - 2))
+        T.sync_threads()
+        if n + stages - 1 < count:
+            load_transition(transition, order.moved(n + stages - 1), i_h, moved, (n + stages - 1) % stages)
+        else:
+            for _ in list(range(COPIES)):  # of nothing, so that as many groups are younger than the next
+                T.ptx_commit_group()
+        split(state, halves)
+        T.copy(added, state)
+        if n + 1 < count:
+            T.copy(own[order.own(n + 1), i_h, v0 : v0 + BV, :], added)
+        slot = n % stages
+        T.gemm(state_high, moved_high[slot, :, :], state, transpose_B=transpose_B)
+        T.gemm(state_low, moved_high[slot, :, :], state, transpose_B=transpose_B)
+        T.gemm(state_high, moved_low[slot, :, :], state, transpose_B=transpose_B)
+        T.copy(state, merged[order.merged(n), i_h, v0 : v0 + BV, :])
