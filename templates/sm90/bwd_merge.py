@@ -66,7 +66,7 @@ def build(case: Case, config: MergeConfig) -> Any:
                     dstate[i, j] = dlocal[last, i_h, v0 + i, j]
                 T.copy(dstate, ends[first + count - 1, i_h, v0 : v0 + BV, :])
             if count > 1:
-                merge(config, (i_h, v0), order, count - 1, dstate, transition, dlocal, ends, transpose_B=False)
+                merge((i_h, v0), order, count - 1, dstate, transition, dlocal, ends, transpose_B=False)
 
     return bwd_merge
 

@@ -60,7 +60,7 @@ def build(case: Case, config: MergeConfig) -> Any:
             cut = lambda n: first + n  # noqa: E731
             order = Order(cut, cut, lambda n: T.if_then_else(n + 1 < count, first + n + 1, last))
             if count > 0:
-                merge(config, (i_h, v0), order, count, state, transition, local, starts, transpose_B=True)
+                merge((i_h, v0), order, count, state, transition, local, starts, transpose_B=True)
 
     return fwd_merge
 

@@ -61,7 +61,7 @@ def merge_far(p, config, step, place, whole, x, given, is_given, own, edges):
         moved = cut if step < 0 else lambda n: T.min(cut(n) + 1, last)
         load_given(p, given, is_given, i_n, i_h, v0, state)
         order = Order(moved, cut, cut)
-        merge(config, (i_h, v0), order, count, state, x.transition, own, edges, transpose_B=step < 0)
+        merge((i_h, v0), order, count, state, x.transition, own, edges, transpose_B=step < 0)
     else:
         T.clear(state)
         for n in T.serial(T.if_then_else(whole & (i_n == 0), 1, count)):

@@ -28,19 +28,17 @@ SPLIT = "bfloat16"  # has the range of fp32
 MOVED = {"transition": "NC HV 2 KP KP : bf16"}
 # all is fp32 whatever io is; sums over K channels, a segment after the other
 TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
+SLOTS = 3  # transitions in shared memory: a slot is multiplied while the next are on their way
 COPIES = 2  # groups of copies of a transition
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig(HopperConfig):
-    """BV: rows a thread block owns, few so that there are many; threads a block; num_stages: transitions in shared
-    memory.
-    """
+    """BV: rows a thread block owns, few so that there are many; threads a block."""
 
     NEEDS: ClassVar[str] = "it merges what instructions of sm_90 made"
     BV: int = tunable(16, 16, 32)
     threads: int = tunable(256, 128, 256)
-    num_stages: int = tunable(3, 2, 3)
 
     def reject(self, case: Case) -> str | None:
         """The device of the stages around it, and shared memory for all slots."""
@@ -51,9 +49,9 @@ class MergeConfig(HopperConfig):
             return f"K={K} is not 64 or 128 channels, which its tiles are"
         if VP % self.BV:
             return f"BV={self.BV} does not divide the padded head dimension {VP}"
-        smem = 4 * KP * (self.num_stages * KP + self.BV)
+        smem = 4 * KP * (SLOTS * KP + self.BV)
         if smem > case.device.smem_bytes:
-            return f"num_stages={self.num_stages} need {smem} bytes of {case.device.smem_bytes} shared"
+            return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
         return None
 
 
@@ -130,11 +128,10 @@ def load_transition(transition, i_s, i_h, moved, slot):
 
 
 @T.macro
-def merge(config, place, order, count, state, transition, own, merged, transpose_B):
+def merge(place, order, count, state, transition, own, merged, transpose_B):
     """state <- state transition + own in fp32, ``count`` times, at least once, without products of lower halves.
 
     Args:
-        config: of the stage.
         place: the value head and the first row of the block.
         order: what each merge takes, and where its result is written.
         count: of merges.
@@ -144,21 +141,21 @@ def merge(config, place, order, count, state, transition, own, merged, transpose
         merged: written, after each merge.
         transpose_B: whether states are merged; their gradients are multiplied by the transposed transition.
     """
-    (BV, KP), stages, (i_h, v0) = state.shape, config.num_stages, place
+    (BV, KP), (i_h, v0) = state.shape, place
     state_high = T.alloc_shared((BV, KP), SPLIT)
     state_low = T.alloc_shared((BV, KP), SPLIT)
-    moved_high = T.alloc_shared((stages, KP, KP), SPLIT)
-    moved_low = T.alloc_shared((stages, KP, KP), SPLIT)
+    moved_high = T.alloc_shared((SLOTS, KP, KP), SPLIT)
+    moved_low = T.alloc_shared((SLOTS, KP, KP), SPLIT)
     added = T.alloc_fragment((BV, KP), "float32")
     halves, moved = Halves(state_high, state_low), Halves(moved_high, moved_low)
-    for n in list(range(stages - 1)):  # so many are on their way, or what stands for those that are not there
+    for n in list(range(SLOTS - 1)):  # so many are on their way, or what stands for those that are not there
         load_transition(transition, order.moved(T.min(n, count - 1)), i_h, moved, n)
     T.copy(own[order.own(0), i_h, v0 : v0 + BV, :], added)
     for n in T.serial(count):
-        T.ptx_wait_group(COPIES * (stages - 2))
+        T.ptx_wait_group(COPIES * (SLOTS - 2))
         T.sync_threads()
-        if n + stages - 1 < count:
-            load_transition(transition, order.moved(n + stages - 1), i_h, moved, (n + stages - 1) % stages)
+        if n + SLOTS - 1 < count:
+            load_transition(transition, order.moved(n + SLOTS - 1), i_h, moved, (n + SLOTS - 1) % SLOTS)
         else:
             for _ in list(range(COPIES)):  # of nothing, so that as many groups are younger than the next
                 T.ptx_commit_group()
@@ -166,7 +163,7 @@ def merge(config, place, order, count, state, transition, own, merged, transpose
         T.copy(added, state)
         if n + 1 < count:
             T.copy(own[order.own(n + 1), i_h, v0 : v0 + BV, :], added)
-        slot = n % stages
+        slot = n % SLOTS
         T.gemm(state_high, moved_high[slot, :, :], state, transpose_B=transpose_B)
         T.gemm(state_low, moved_high[slot, :, :], state, transpose_B=transpose_B)
         T.gemm(state_high, moved_low[slot, :, :], state, transpose_B=transpose_B)
