@@ -29,7 +29,7 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.fwd_segment import FLOOR, LOADER_REGISTERS, REGISTERS
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES, count_bytes
-from kda_tl.templates.sm90.merge import MOVED, split_reference, store_transition
+from kda_tl.templates.sm90.merge import MOVED, ROW_PAD, SPLIT, split_reference, store_transition
 from kda_tl.templates.sm90.powers import END, GIVEN_ROWS, LAST, MULTIPLIED, START, make_factors, reject_rows
 from kda_tl.templates.sm90.reach import CUTS, OWNERS, far_reference, find_reach, has_far
 from kda_tl.templates.sm90.recurrence import (
@@ -100,9 +100,10 @@ class GdnSegmentConfig(RecurrenceConfig):
         return WARPGROUP * self.BK // ROWS
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage and two barriers a stage."""
+        """The tiles of every stage and two barriers a stage; and rows on their way to memory."""
         BT, K = case.BT, case.problem.K
-        return self.num_stages * (BT * (self.BV + BT + K) * 2 + MULTIPLIED * BT * 4 + 16)
+        stage = BT * (self.BV + BT + K) * 2 + MULTIPLIED * BT * 4 + 16
+        return self.num_stages * stage + self.BK * (K + ROW_PAD) * 2
 
 
 @T.macro
@@ -206,6 +207,7 @@ def build(case: Case, config: GdnSegmentConfig) -> Any:
             A_shared = T.alloc_shared((stages, BT, BT), io)
             k_shared = T.alloc_shared((stages, BT, p.K), io)
             of_rows = T.alloc_shared((stages, MULTIPLIED, BT), "float32")
+            rows_shared = T.alloc_shared((BK, p.K + ROW_PAD), SPLIT)
             full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             empty = T.alloc_barrier(arrive_count=[consumers] * stages)
             ring, thread = Ring(full, empty), T.get_thread_binding()
@@ -218,7 +220,7 @@ def build(case: Case, config: GdnSegmentConfig) -> Any:
                 for i, j in T.Parallel(BK, BV):
                     local[i_c, i_h, v0 + j, k0 + i] = r.sums[i, j]
                 if v0 == 0:
-                    store_transition(r.state, transition, i_c, i_h, k0)
+                    store_transition(r.state, rows_shared, transition, i_c, i_h, k0)
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:

@@ -26,7 +26,7 @@ from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.hopper import FACTORS, TABLES, count_bytes
-from kda_tl.templates.sm90.merge import MOVED, split_reference, store_transition
+from kda_tl.templates.sm90.merge import MOVED, ROW_PAD, SPLIT, split_reference, store_transition
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
@@ -93,9 +93,12 @@ class FwdSegmentConfig(RecurrenceConfig):
         return WARPGROUP * self.BK // ROWS
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, what is left of rows in each, two barriers a stage and whether it is the last."""
+        """The tiles of every stage, what is left of rows in each, two barriers a stage and whether it is the last; and
+        rows on their way to memory.
+        """
         BT, KP = case.BT, case.problem.KP
-        return self.num_stages * (BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + self.BK * 4 + 20)
+        stage = BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + self.BK * 4 + 20
+        return self.num_stages * stage + self.BK * (KP + ROW_PAD) * 2
 
 
 def build(case: Case, config: FwdSegmentConfig) -> Any:
@@ -131,6 +134,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
             n_shared = T.alloc_shared((stages, BT, KP), io)
             k_shared = T.alloc_shared((stages, BT, KP), io)
             decay_shared = T.alloc_shared((stages, KP), f32)
+            rows_shared = T.alloc_shared((BK, KP + ROW_PAD), SPLIT)
             left = T.alloc_shared((stages, BK), f32)  # the largest element of a row of R after the chunk in a slot
             stop = T.alloc_shared((stages,), "int32")  # whether no chunk comes in a slot
             full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
@@ -176,7 +180,7 @@ def build(case: Case, config: FwdSegmentConfig) -> Any:
                 for i, j in T.Parallel(BK, BV):
                     local[i_s, i_h, v0 + j, k0 + i] = sums[i, j]
                 if v0 == 0:
-                    store_transition(state, transition, i_s, i_h, k0)
+                    store_transition(state, rows_shared, transition, i_s, i_h, k0)
             else:
                 T.set_max_nreg(LOADER_REGISTERS, 0)
                 if thread < consumers + PRODUCER:

@@ -29,6 +29,7 @@ MOVED = {"transition": "NC HV 2 KP KP : bf16"}
 # all is fp32 whatever io is; sums over K channels, a segment after the other
 TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
 SLOTS = 3  # transitions in shared memory: a slot is multiplied while the next are on their way
+ROW_PAD = 8  # elements, so that rows begin in different banks
 COPIES = 2  # groups of copies of a transition
 
 
@@ -102,12 +103,15 @@ def split(values, halves):
 
 
 @T.macro
-def store_transition(rows, transition, i_s, i_h, k0):
-    """Rows of a segment's transposed transition, from registers."""
-    for i, j in T.Parallel(*rows.shape):
-        transition[i_s, i_h, 0, k0 + i, j] = T.cast(rows[i, j], SPLIT)
-    for i, j in T.Parallel(*rows.shape):
-        transition[i_s, i_h, 1, k0 + i, j] = round_rest(rows[i, j])
+def store_transition(rows, rows_shared, transition, i_s, i_h, k0):
+    """Rows of a segment's transposed transition, a half after the other by way of shared memory: from registers a
+    sector of memory would be written in two parts.
+    """
+    for half in list(range(2)):
+        for i, j in T.Parallel(*rows.shape):
+            rows_shared[i, j] = T.cast(rows[i, j], SPLIT) if half == 0 else round_rest(rows[i, j])
+        for i, j in T.Parallel(*rows.shape):
+            transition[i_s, i_h, half, k0 + i, j] = rows_shared[i, j]
 
 
 @T.macro
