@@ -151,6 +151,8 @@ def merge(place, order, count, state, transition, own, merged, transpose_B):
     moved_high = T.alloc_shared((SLOTS, KP, KP), SPLIT)
     moved_low = T.alloc_shared((SLOTS, KP, KP), SPLIT)
     added = T.alloc_fragment((BV, KP), "float32")
+    by_low = T.alloc_fragment((BV, KP), "float32")
+    of_low = T.alloc_fragment((BV, KP), "float32")
     halves, moved = Halves(state_high, state_low), Halves(moved_high, moved_low)
     for n in list(range(SLOTS - 1)):  # so many are on their way, or what stands for those that are not there
         load_transition(transition, order.moved(T.min(n, count - 1)), i_h, moved, n)
@@ -168,7 +170,10 @@ def merge(place, order, count, state, transition, own, merged, transpose_B):
         if n + 1 < count:
             T.copy(own[order.own(n + 1), i_h, v0 : v0 + BV, :], added)
         slot = n % SLOTS
+        # Sums of their own, or each product would wait for the one before
         T.gemm(state_high, moved_high[slot, :, :], state, transpose_B=transpose_B)
-        T.gemm(state_low, moved_high[slot, :, :], state, transpose_B=transpose_B)
-        T.gemm(state_high, moved_low[slot, :, :], state, transpose_B=transpose_B)
+        T.gemm(state_low, moved_high[slot, :, :], by_low, transpose_B=transpose_B, clear_accum=True)
+        T.gemm(state_high, moved_low[slot, :, :], of_low, transpose_B=transpose_B, clear_accum=True)
+        for i, j in T.Parallel(BV, KP):
+            state[i, j] = state[i, j] + (by_low[i, j] + of_low[i, j])
         T.copy(state, merged[order.merged(n), i_h, v0 : v0 + BV, :])
