@@ -22,6 +22,7 @@ from kda_tl.core.stage import Case, Cost, tunable
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FP32_TOLERANCE, at_state
 from kda_tl.templates.sm90.hopper import HopperConfig, count_bytes
+from kda_tl.templates.sm90.recurrence import PRODUCER
 
 SPLIT = "bfloat16"  # has the range of fp32
 # Of a segment, transposed: rounded, and what that leaves out
@@ -30,7 +31,6 @@ MOVED = {"transition": "NC HV 2 KP KP : bf16"}
 TOLERANCE = dict.fromkeys(("bf16", "fp16", "fp32"), FP32_TOLERANCE)
 SLOTS = 3  # transitions in shared memory: a slot is multiplied while the next are on their way
 ROW_PAD = 8  # elements, so that rows begin in different banks
-COPIES = 2  # groups of copies of a transition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class MergeConfig(HopperConfig):
             return f"K={K} is not 64 or 128 channels, which its tiles are"
         if VP % self.BV:
             return f"BV={self.BV} does not divide the padded head dimension {VP}"
-        smem = 4 * KP * (SLOTS * KP + self.BV)
+        smem = 4 * KP * (SLOTS * KP + self.BV) + 8 * SLOTS
         if smem > case.device.smem_bytes:
             return f"K={K} needs {smem} bytes of shared memory, the device has {case.device.smem_bytes}"
         return None
@@ -125,10 +125,12 @@ def load_given(p, given, is_given, i_n, i_h, v0, state):
 
 
 @T.macro
-def load_transition(transition, i_s, i_h, moved, slot):
-    """A transition on its way, as COPIES groups."""
-    T.async_copy(transition[i_s, i_h, 0, :, :], moved.high[slot, :, :])
-    T.async_copy(transition[i_s, i_h, 1, :, :], moved.low[slot, :, :])
+def load_transition(transition, i_s, i_h, moved, slot, full):
+    """Producer: a transition on its way, by the first warp."""
+    if T.get_thread_binding() < PRODUCER:
+        T.tma_copy(transition[i_s, i_h, 0, :, :], moved.high[slot, :, :], barrier=full[slot])
+        T.tma_copy(transition[i_s, i_h, 1, :, :], moved.low[slot, :, :], barrier=full[slot])
+        T.barrier_arrive(full[slot])
 
 
 @T.macro
@@ -151,29 +153,23 @@ def merge(place, order, count, state, transition, own, merged, transpose_B):
     moved_high = T.alloc_shared((SLOTS, KP, KP), SPLIT)
     moved_low = T.alloc_shared((SLOTS, KP, KP), SPLIT)
     added = T.alloc_fragment((BV, KP), "float32")
-    by_low = T.alloc_fragment((BV, KP), "float32")
-    of_low = T.alloc_fragment((BV, KP), "float32")
     halves, moved = Halves(state_high, state_low), Halves(moved_high, moved_low)
-    for n in list(range(SLOTS - 1)):  # so many are on their way, or what stands for those that are not there
-        load_transition(transition, order.moved(T.min(n, count - 1)), i_h, moved, n)
+    full = T.alloc_barrier(arrive_count=[PRODUCER] * SLOTS)
+    for n in list(range(SLOTS - 1)):
+        if n < count:
+            load_transition(transition, order.moved(n), i_h, moved, n, full)
     T.copy(own[order.own(0), i_h, v0 : v0 + BV, :], added)
     for n in T.serial(count):
-        T.ptx_wait_group(COPIES * (SLOTS - 2))
-        T.sync_threads()
-        if n + SLOTS - 1 < count:
-            load_transition(transition, order.moved(n + SLOTS - 1), i_h, moved, (n + SLOTS - 1) % SLOTS)
-        else:
-            for _ in list(range(COPIES)):  # of nothing, so that as many groups are younger than the next
-                T.ptx_commit_group()
+        slot = n % SLOTS
+        T.sync_threads()  # the slot of the merge before has been read
         split(state, halves)
+        if n + SLOTS - 1 < count:
+            load_transition(transition, order.moved(n + SLOTS - 1), i_h, moved, (n + SLOTS - 1) % SLOTS, full)
         T.copy(added, state)
         if n + 1 < count:
             T.copy(own[order.own(n + 1), i_h, v0 : v0 + BV, :], added)
-        slot = n % SLOTS
-        # Sums of their own, or each product would wait for the one before
+        T.barrier_wait(full[slot], n // SLOTS % 2)
         T.gemm(state_high, moved_high[slot, :, :], state, transpose_B=transpose_B)
-        T.gemm(state_low, moved_high[slot, :, :], by_low, transpose_B=transpose_B, clear_accum=True)
-        T.gemm(state_high, moved_low[slot, :, :], of_low, transpose_B=transpose_B, clear_accum=True)
-        for i, j in T.Parallel(BV, KP):
-            state[i, j] = state[i, j] + (by_low[i, j] + of_low[i, j])
+        T.gemm(state_low, moved_high[slot, :, :], state, transpose_B=transpose_B)
+        T.gemm(state_high, moved_low[slot, :, :], state, transpose_B=transpose_B)
         T.copy(state, merged[order.merged(n), i_h, v0 : v0 + BV, :])
