@@ -14,6 +14,7 @@ from support.gpu_cases import (
     DECAYS,
     FORWARD,
     GRADIENT_TOLERANCE,
+    RESUMED,
     SCANNED,
     WALKED,
     WALKS,
@@ -130,7 +131,7 @@ def test_gradients_of_walks_equal_recurrence(name: str, decay: str, lengths: tup
         assert all(grad.isfinite().all() for grad in found.values())
 
 
-@pytest.mark.parametrize("name", (*WALKED, "prep-gdn-log-K64-V64-bare"))
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("lengths", ((2400,), (2000, 0, 65, 1, 333)), ids=("long", "packed"))
 def test_walks_forwards_equal_recurrence(name: str, decay: str, lengths: tuple[int, ...], seed: int) -> None:

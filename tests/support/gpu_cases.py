@@ -96,6 +96,7 @@ WHOLE = {
         64, 1, 3, 100, 192, **GDN, gate="softplus", has_dt_bias=False, beta="sigmoid2", g_dtype="fp32"
     ),
     "prep-gdn-log-K256-V128": make(64, 1, 2, 256, 128, **LOG, **GDN),
+    "prep-gdn-log-K128-V256": make(64, 1, 2, 128, 256, **LOG, **GDN),
 }
 CUT = {name.replace("prep", "cut"): made for name, made in WHOLE.items() if made[1].K <= 128}
 HOPPER = WHOLE | CUT
@@ -129,6 +130,8 @@ WALKED = {
     "walk-gdn-log-to": make(64, 2, 2, 128, 128, **LOG, **GDN, l2norm=False, beta="sigmoid2", initial_state=False),
 }
 SCANNED |= WALKED
+# And forwards alone, which take more head dimensions
+RESUMED = (*WALKED, "prep-gdn-log-K64-V64-bare", "prep-gdn-log-K128-V256")
 # Head dimensions that are no power of two when they are padded; two of each are drawn, new ones each run
 ODD_DIMS = (80, 96, 130, 160, 200)
 
@@ -343,7 +346,7 @@ def list_kernels() -> list[Job]:
         wanted += jobs_of(problem, next(iter_defaults(problem, device(), BT=BACKWARD[name][0])))
         before = next(iter_defaults(forward_of(problem), device(), BT=BACKWARD[name][0]))
         wanted += jobs_of(backward_of(problem), before)  # what keeps residuals makes them as the backward would
-    for _, problem in WALKED.values():
+    for _, problem in map((FORWARD | SCANNED).__getitem__, RESUMED):
         for each in (problem, replace(problem, intermediate_states=True)):
             wanted += jobs_of(each, default_of("gdn_pairs_segments_8", each))
     for name, (BT, problem) in SCANNED.items():  # the forward that is called before, and the same backward of segments
