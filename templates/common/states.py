@@ -53,6 +53,11 @@ def at_element(problem: Problem, i_hv: Any, k: Any, v: Any) -> Any:
     return i_hv * (K * V) + (v * K + k if problem.state_v_first else k * V + v)
 
 
+def is_null(problem: Problem, slot: Any, pad_slot_id: Any) -> Any:
+    """Whether an index stands for no slot."""
+    return slot <= T.cast(pad_slot_id, "int32") if "pooled" in problem.options else T.bool(False)
+
+
 @T.macro
 def find_tokens(problem, i_n, bounds, steps):
     """A sequence's first token, and how many it has."""
@@ -78,7 +83,7 @@ def find_source(problem, i_n, slots, accepted, pad_slot_id, slots_width):
         column = T.max(0, T.min(accepted[i_n, 0], T.cast(slots_width, "int32")) - 1)
     if "pooled" in problem.options:
         slot = slots[i_n, column, 0]
-    return slot, slot <= T.cast(pad_slot_id, "int32") if "pooled" in problem.options else T.bool(False)
+    return slot, is_null(problem, slot, pad_slot_id)
 
 
 @T.macro

@@ -10,6 +10,7 @@ from kda_tl.templates.common.language import T
 
 WARP = 32
 VECTOR = 16  # bytes of the widest access
+CHUNK = 4  # channels that lie together in shared memory, in fp32 the widest access
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,13 @@ class Lanes:
     K: int
     width: int  # channels of a vector
     rows: int  # that a group holds
+    most: int = WARP  # lanes of a group
 
     @property
     def count(self) -> int:
-        """Lanes of a group: as many as have equally many vectors of a row."""
+        """Lanes of a group: as many as have equally many vectors of a row, or ``most``."""
         vectors = self.K // self.width
-        return min(WARP, vectors & -vectors)
+        return min(self.most, vectors & -vectors)
 
     @property
     def channels(self) -> int:
@@ -130,11 +132,26 @@ def load_values(x, row, first, out):
 
 
 @T.macro
-def sum_lanes(lanes, x, count):
-    """x[0:count] summed over the lanes of a group, for all of them."""
-    for distance, _ in lanes.steps():
-        for m in T.unroll(count):
-            x[m] = x[m] + T.shfl_xor(x[m], distance)
+def stage_channels(lanes, lane, x, width, staged, i, j):
+    """A lane's channels to staged[i, j], where chunks that lanes read at once lie side by side: see take_chunk.
+
+    ``width`` is that of the vectors of those who read, the lane's own are chunks or parts of these.
+    """
+    each = width // CHUNK
+    for m in T.unroll(lanes.vectors):
+        for e in T.vectorized(lanes.width):
+            channel = (m * lanes.count + lane) * lanes.width
+            place = channel // CHUNK % each * (lanes.K // width) + channel // (CHUNK * each)
+            staged[i, j, place * CHUNK + channel % CHUNK + e] = x[m * lanes.width + e]
+
+
+@T.macro
+def take_chunk(lanes, lane, staged, i, j, c, out, first):
+    """Chunk c of a lane's channels from staged[i, j]."""
+    each = lanes.width // CHUNK
+    for e in T.vectorized(CHUNK):
+        place = c % each * (lanes.K // lanes.width) + c // each * lanes.count + lane
+        out[first + e] = staged[i, j, place * CHUNK + e]
 
 
 @T.macro

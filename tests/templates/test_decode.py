@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,24 @@ def test_rows_are_taken_of_what_engines_have(rng: random.Random) -> None:
             dims, types = {"K": 128, "V": 128, "wide_beta": False}, Types(io=io, gates=io, beta=io, state=state)
             case = case_of(problem_of(*draw(rng, kind, v_first=True, shape=dims, types=types)), GPUS["sm_90a"])
             assert stage.default(case).reject(case) is None, (kind, io, state, stage.default(case).reject(case))
+
+
+@pytest.mark.parametrize("K", (64, 128, 256))
+def test_rows_of_fp32_lie_in_as_many_lanes_for_all_calls(K: int, rng: random.Random) -> None:
+    """So their sums are taken in one order: tokens at once are calls of one token, to the bit."""
+    stage, types = templates.load("decode_rows"), Types(io="bf16", gates="bf16", beta="bf16", state="fp32")
+    shape = {"K": K, "V": 128, "H": 32, "HV": 32, "wide_beta": False}
+    problem = problem_of(*draw(rng, "pool", v_first=True, shape=shape, types=types))
+    found = set()
+    for sequences in (1, 8, 32, 256):
+        for longest in (1, 2, 16):
+            posed = replace(problem, sequences=sequences, longest=longest, tokens=sequences * longest)
+            case = case_of(posed, GPUS["sm_90a"])
+            full = replace(case, problem=posed)
+            config = stage.default(full)
+            assert config.reject(case) is None
+            found.add((config.lie(case).count, config.lie(case).channels))
+    assert len(found) == 1, found
 
 
 @pytest.mark.parametrize(
