@@ -109,11 +109,23 @@ PIPELINES: dict[str, Pipeline] = {
         ),
         Pipeline("gdn_scan", "bwd", (fwd_gdn_pairs.STAGE, bwd_gdn_scan.STAGE, *_GRADIENTS_GDN), tuple(PAIRS)),
         *(
-            Pipeline(name, "bwd", stages, residuals, keeps=True, serial=True, at_once=n > 4, segments=n)
-            for name, stages, residuals, n in (
-                ("gdn_walk", _WALK_GDN, _PAIRS, 1),
-                *((f"gdn_walk_segments_{n}", _WALK_GDN, _PAIRS, n) for n in (2, 4)),
-                *((f"gdn_walk_segments_{n}", _WALK_CUT_GDN, _OF_SEGMENTS, n) for n in (8, 16)),
+            Pipeline(
+                name,
+                "bwd",
+                stages,
+                residuals,
+                keeps=True,
+                serial=True,
+                at_once=stages is _WALK_CUT_GDN,
+                least_chunks=least,
+                segments=n,
+            )
+            for name, stages, residuals, n, least in (
+                ("gdn_walk", _WALK_GDN, _PAIRS, 1, 8),
+                ("gdn_walk_segments_2", _WALK_GDN, _PAIRS, 2, 8),
+                ("gdn_walk_told_4", _WALK_CUT_GDN, _OF_SEGMENTS, 4, 64),  # by a forward of so many segments
+                ("gdn_walk_segments_4", _WALK_GDN, _PAIRS, 4, 8),
+                *((f"gdn_walk_segments_{n}", _WALK_CUT_GDN, _OF_SEGMENTS, n, 8) for n in (8, 16)),
             )
         ),
         *(

@@ -104,6 +104,8 @@ def test_few_heads_of_long_sequences_are_cut(changes: dict[str, Any], segments: 
         ({"HV": 47}, "gdn_walk_segments_2"),
         ({"HV": 23}, "gdn_scan"),
         ({"HV": 24}, "gdn_walk_segments_4"),
+        ({"tokens": 16384}, "gdn_walk_told_4"),  # by the forward, which has the same segments then
+        ({"tokens": 16383 - 63}, "gdn_walk_segments_4"),
         ({"HV": 64}, "gdn_walk_segments_2"),
         ({"HV": 96}, "gdn_walk"),  # as busy as in two segments
         ({"HV": 16}, "gdn_walk_segments_8"),
