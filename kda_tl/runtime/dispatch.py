@@ -20,6 +20,7 @@ from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import BT_CHOICES, Case, Plan
 from kda_tl.core.toolchain import can_import_tilelang, explain_missing
+from kda_tl.database.lookup import EXACT
 from kda_tl.database.store import Database, Key, iter_hits, sources, stale_stages
 from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.runtime.compile import is_ready
@@ -215,6 +216,21 @@ def default_plan(
     return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
 
 
+def cuts_sequences(plan: Plan) -> bool:
+    """Whether a plan's pipeline cuts sequences into segments."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    return PIPELINES[plan.pipeline].segments > 1
+
+
+def _cuts_by_default(problem: Problem, device: Device, plan: Plan) -> bool:
+    """Whether the default cuts a problem's sequences; as a plan does where no default runs."""
+    try:
+        return cuts_sequences(default_plan(problem, device))
+    except InputError:
+        return cuts_sequences(plan)
+
+
 def select_plan(
     problem: Problem,
     device: Device,
@@ -229,7 +245,8 @@ def select_plan(
 
     The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``runs`` says whether
     a plan's kernels are there or can be compiled, all plans' unless given, and with ``strict`` entries measured with
-    other templates than today's are misses instead of marked stale. Raises InputError if the pinned plan cannot run
+    other templates than today's are misses instead of marked stale. A plan of another bucket or GPU serves only if it
+    cuts sequences exactly where the default does. Raises InputError if the pinned plan cannot run
     this problem or has another chunk size, no plan is of the pinned numerics class, or the device has no room for the
     chunk size.
     """
@@ -257,6 +274,10 @@ def select_plan(
                 plan = parse_plan(hit.entry.plan, problem, device)
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
+                continue
+            if hit.step != EXACT and cuts_sequences(plan) is not _cuts_by_default(problem, device, plan):
+                what = "cuts long sequences" if cuts_sequences(plan) else "leaves sequences whole"
+                passed_over.append(f"{hit.reason} But it {what}, and the default does not here.")
                 continue
             if runs and not runs(plan):
                 passed_over.append(f"{hit.reason} But no bundle has its kernels, and none can be compiled here.")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cases import make_entry
 from support.dispatch_cases import H200, PROBLEM
 
 from kda_tl.bench.workloads import select
@@ -16,6 +18,7 @@ from kda_tl.core.device import Device
 from kda_tl.core.layout import dense_bounds, make_layout
 from kda_tl.core.problem import DTYPES, Problem
 from kda_tl.core.stage import Case
+from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.database.store import Database
 from kda_tl.errors import InputError
@@ -202,22 +205,36 @@ def test_kernels_of_cut_and_of_whole_sequences_stand_in_for_each_other() -> None
     assert select_plan(long, H200, [], pin=pin).plan == only_whole.plan
 
 
-def test_a_tuned_plan_comes_before_the_cut_default() -> None:
-    """All packaged plans serve their own problems, and where a near one is whole so is what runs."""
+def test_a_tuned_plan_comes_before_the_default() -> None:
+    """All packaged plans serve their own problems, and a near one where it cuts sequences as the default does."""
     packaged = Database.load(files("kda_tl.tuning_db"), "packaged")
-    differ = set()
     for (slug, operator, direction), file in packaged.files.items():
         for key, entry in file.entries.items():
             problem, device = key.problem(operator, direction), known_device(slug)
             choice = select_plan(problem, device, [packaged])
             assert (choice.step, choice.plan) == ("exact bucket", parse_plan(entry.plan, problem, device))
-            if choice.plan.pipeline != (untuned := default_plan(problem, device).pipeline):
-                differ.add((choice.plan.pipeline, untuned))
-    assert ("prep_segments_16", "prep_segments_8") in differ
-    near = replace(PROBLEM, H=8, HV=8, tokens=4096, longest=4096)
-    assert default_plan(near, H200).pipeline == "prep_segments_4"
-    served = select_plan(near, H200, [packaged])
+    near, device = replace(PROBLEM, H=8, HV=8, tokens=4096, longest=4096), known_device("nvidia_h100_80gb_hbm3")
+    assert default_plan(near, device).pipeline == "prep_segments_4"
+    served = select_plan(near, device, [packaged])
     assert served.plan is not None and (served.step, served.plan.pipeline) == ("nearest bucket", "prep_segments_8")
+
+
+@pytest.mark.parametrize("direction", ("fwd", "bwd"))
+def test_a_near_plan_serves_only_what_the_default_cuts_alike(tmp_path: Path, direction: str) -> None:
+    """Few heads whose sequences are left whole leave a GPU idle, which heads a bucket away say nothing of."""
+    of_many = replace(PROBLEM, direction=direction)
+    of_few = replace(of_many, H=8, HV=8)
+    for tuned, asked, sentence in (
+        (of_many, of_few, "leaves sequences whole"),
+        (of_few, of_many, "cuts long sequences"),
+    ):
+        plan = default_plan(tuned, H200)
+        db.store(tmp_path / tuned.key, H200, "chunk_kda", direction, [make_entry(tuned, plan)])
+        database = Database.load(tmp_path / tuned.key, "test")
+        assert select_plan(tuned, H200, [database]).step == "exact bucket"
+        choice = select_plan(asked, H200, [database])
+        assert (choice.step, choice.plan) == ("default", default_plan(asked, H200))
+        assert choice.passed_over[0].endswith(f"But it {sentence}, and the default does not here.")
 
 
 @pytest.mark.parametrize(
