@@ -193,7 +193,7 @@ def call_bytes(problem: Problem) -> int:
     """Bytes that any way to compute a pass must move: its inputs once in, its outputs once out."""
     p = problem
     io, g, beta = (TORCH_DTYPE[dtype].itemsize for dtype in (p.dtype, p.g_dtype, p.beta_dtype))
-    token = (2 * p.H * p.K + p.HV * p.V) * io + p.HV * p.K * g + p.HV * beta
+    token = (2 * p.H * p.K + p.HV * p.V) * io + p.HV * p.G * g + p.HV * beta
     states = p.initial_state + p.final_state
     if p.direction == "bwd":  # a gradient for each of these, and do instead of o
         token, states = 2 * token, states + p.initial_state

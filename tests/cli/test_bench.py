@@ -23,6 +23,7 @@ from kda_tl.cli import main
 from kda_tl.cli._console import to_json
 from kda_tl.cli._peers import _activate_before, find_versions
 from kda_tl.cli._report import CallRow, Ceilings, Report, Result, Row, read_report
+from kda_tl.cli._timing import call_bytes
 from kda_tl.core.problem import GATES
 from kda_tl.errors import InputError
 from kda_tl.reference import recurrent_kda, relative_error
@@ -361,3 +362,16 @@ def test_a_chart_is_drawn_of_what_was_just_measured(bench: Bench, tmp_path: Path
     code, out, _ = bench("--gpu", "cpu", "--workload", "small", "--chart", svg, "--json")
     assert code == 0 and len(json.loads(out)["workloads"]) == 2
     assert ">1.40</text>" in svg.read_text() and ">2.80</text>" in svg.read_text()
+
+
+@pytest.mark.parametrize("operator", ("chunk_kda", "chunk_gated_delta_rule"))
+def test_a_call_moves_its_tensors_once(operator: str) -> None:
+    """The floor of a whole call, counted from its tensors; a scalar gate is one number a token and value head."""
+    gate = {"gate": "safe" if operator == "chunk_kda" else "softplus", "operator": operator}
+    workload = Workload(name="few", B=2, T=5, H=2, HV=4, K=8, V=16, initial_state=True, **gate)
+    x = workload.inputs("cpu")
+    tokens = sum(x[name].nbytes for name in ("q", "k", "v", "g", "beta"))
+    state, o = x["initial_state"].nbytes, x["v"].nbytes
+    forward = workload.problem()
+    assert call_bytes(forward) == tokens + o + 2 * state
+    assert call_bytes(replace(forward, direction="bwd")) == 2 * tokens + o + 3 * state
