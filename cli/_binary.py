@@ -10,7 +10,7 @@ from typing import Any
 
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.errors import CompileError, InputError
-from kda_tl.runtime.binary import Generated, generate
+from kda_tl.runtime.binary import Generated, explaining, generate
 from kda_tl.runtime.nvcc import compile_device, find_nvcc
 from kda_tl.runtime.resources import read_resources
 
@@ -20,15 +20,17 @@ _TOOLS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
 def read_binary(what: str, stage: Stage, case: Case, config: Config) -> Any:
     """The ``ptx`` or ``sass`` of a kernel as text, or with ``registers`` what it takes by name.
 
-    Raises InputError for the CPU target, and CompileError if nvcc, or what tells instructions, is not here.
+    Raises InputError for the CPU target, and CompileError if the kernel does not compile, or if nvcc or what tells
+    instructions is not here.
     """
     if case.device.kind != "cuda":
         raise InputError(f"--{what} is about a GPU's binary: name a GPU, as in --gpu h100.")
     tool = _find_tool(find_nvcc(case.device)) if what == "sass" else ("", ())
-    made = generate(stage, case, config)
-    if what == "ptx":
-        return compile_device(made.cuda, case.device, made.settings, "ptx").decode()
-    cubin = compile_device(made.cuda, case.device, made.settings)
+    with explaining(stage, case, config):
+        made = generate(stage, case, config)
+        if what == "ptx":
+            return compile_device(made.cuda, case.device, made.settings, "ptx").decode()
+        cubin = compile_device(made.cuda, case.device, made.settings)
     return _disassemble(tool, cubin) if what == "sass" else _describe(made, cubin)
 
 

@@ -156,6 +156,18 @@ def test_what_a_binary_holds_is_told_for_gpus_only(run: Run) -> None:
     assert code == 2 and "one of --ptx and --registers" in err
 
 
+def test_what_does_not_compile_has_no_binary_to_tell_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, as for the source alone; passes of TileLang raise what they like."""
+
+    def refuse(*_: Any, **options: Any) -> None:
+        raise ValueError("layouts conflict\nsecond line")
+
+    monkeypatch.setattr("kda_tl.runtime.binary.lower", refuse)
+    code, out, err = run("source", "fwd_gate", "--gpu", "h200", "--registers")
+    assert code == 3 and not out and "fwd_gate did not compile for sm_90a" in err and "layouts conflict" in err
+    assert "Traceback" not in err and "second line" not in err
+
+
 def test_instructions_need_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CompileError, match="cuda-cuobjdump"):
