@@ -91,11 +91,14 @@ def test_cut_sequences_equal_whole_ones(name: str, decay: str, seed: int) -> Non
                 assert relative_error(one, other) < tolerance_of(problem), f"{segments} segments"
 
 
-def gradients_of(name: str, call: Call, segments: int, **changes: Any) -> dict[str, torch.Tensor]:
-    """By the names of the tensors, with the default plan of the backward that cuts into segments, or does not."""
+def gradients_of(name: str, call: Call, segments: int, told: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
+    """By the names of the tensors, with the default plan of the backward that cuts into segments, or does not; with
+    ``told`` of the walk whose few segments are told what they begin with.
+    """
     arguments = operator_arguments(call) | changes
     leaves = leaves_of(arguments)
-    with kda_tl.pin(scan_plan(name, segments)):
+    posed = replace(SCANNED[name][1], direction="bwd")
+    with kda_tl.pin(default_of(f"gdn_walk_told_{segments}", posed) if told else scan_plan(name, segments)):
         found = differentiate(arguments, leaves, seeds_of(call), call.problem.operator)
     return dict(zip(leaves, found, strict=True))
 
@@ -124,10 +127,10 @@ def test_gradients_of_walks_equal_recurrence(name: str, decay: str, lengths: tup
     """By autograd in float64, of sequences that are cut in two and more."""
     call = draw_backward(draw(name, lengths, seed, decay, varlen=len(lengths) > 1), seed)
     tolerance = GRADIENT_TOLERANCE[call.problem.dtype]
-    for segments in (2, 4, 8):
-        found = gradients_of(name, call, segments)
+    for segments, told in ((2, False), (4, False), (4, True), (8, False)):
+        found = gradients_of(name, call, segments, told)
         errors = call.gradient_errors({tensor: found.get(tensor) for tensor in TENSORS}, tolerance)
-        assert max(errors.values()) < tolerance, f"{errors} {segments} segments"
+        assert max(errors.values()) < tolerance, f"{errors} {segments} segments, told: {told}"
         assert all(grad.isfinite().all() for grad in found.values())
 
 
