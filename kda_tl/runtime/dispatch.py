@@ -223,12 +223,13 @@ def cuts_sequences(plan: Plan) -> bool:
     return PIPELINES[plan.pipeline].segments > 1
 
 
-def _cuts_by_default(problem: Problem, device: Device, plan: Plan) -> bool:
-    """Whether the default cuts a problem's sequences; as a plan does where no default runs."""
+@functools.lru_cache(maxsize=512)
+def _cuts_by_default(problem: Problem, device: Device) -> bool | None:
+    """Whether the default cuts a problem's sequences; None where no default runs."""
     try:
         return cuts_sequences(default_plan(problem, device))
     except InputError:
-        return cuts_sequences(plan)
+        return None
 
 
 def select_plan(
@@ -275,8 +276,9 @@ def select_plan(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
-            if hit.step != EXACT and cuts_sequences(plan) is not _cuts_by_default(problem, device, plan):
-                what = "cuts long sequences" if cuts_sequences(plan) else "leaves sequences whole"
+            cuts = cuts_sequences(plan)
+            if hit.step != EXACT and _cuts_by_default(problem, device) is (not cuts):
+                what = "cuts long sequences" if cuts else "leaves sequences whole"
                 passed_over.append(f"{hit.reason} But it {what}, and the default does not here.")
                 continue
             if runs and not runs(plan):
