@@ -2,10 +2,9 @@
 
     dX^T = (dO^T Aqk + dS^T kg^T) A        dS^T <- dS^T diag(decay) + dO^T qg + dX^T k_neg
 
-This is affine in dS, with the transition of the segment that fwd_segment finds, transposed: dS_start^T = dS_end^T
-transition^T + dlocal. A segment that ends its sequence is walked from the gradient of the final state instead of zero,
-so that its transition is never asked for. Nothing asks for what comes before a segment that begins its sequence: it is
-not walked, and zero.
+This is affine in dS, with the transition that fwd_segment leaves: dS_start^T = dS_end^T transition + dlocal. A segment
+that ends its sequence is walked from the gradient of the final state instead of zero, so that its transition is never
+asked for. Nothing asks for what comes before a segment that begins its sequence: it is not walked, and zero.
 Source: the transpose of fwd_segment's affine form; the walk is that of bwd_scan.
 """
 

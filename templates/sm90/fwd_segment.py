@@ -1,15 +1,15 @@
 """Segments for Hopper: what a stretch of chunks makes of any state it starts from, walked from its end.
 
 In X = S^T a chunk is affine: X <- X M + V^T A^T kg with M = diag(decay) + k_neg^T A^T kg. So is a segment,
-S_end^T = S_start^T transition + local, exact for any gate, and no segment waits for an earlier one. Backwards, with
-R = (M_c+1 ... M_n)^T, the transposed transition of what was walked,
+S_end^T = S_start^T R^T + local, exact for any gate, and no segment waits for an earlier one. Backwards, with
+R = (M_c+1 ... M_n)^T of what was walked,
 
     Z^T = (R kg^T) A        local^T <- local^T + Z^T V        R <- R diag(decay) + Z^T k_neg
 
-from R = I and local = 0. R is left as it is, in halves of 16 bits as merges multiply it. Rows of R never meet, so a
-thread block owns some, and those columns of local. The walk ends before the segment's first chunk where no row of R has
-an element above 2^-64: a state would lose as much on its way, so what comes earlier is left out, a NaN too. That
-depends on the gates: where they are steep, few chunks are walked.
+from R = I and local = 0. R is the transition that is left, in halves of 16 bits as merges multiply it. Rows of R never
+meet, so a thread block owns some, and those columns of local. The walk ends before the segment's first chunk where no
+row of R has an element above 2^-64: a state would lose as much on its way, so what comes earlier is left out, a NaN
+too. That depends on the gates: where they are steep, few chunks are walked.
 The segments that end their sequence are not walked, for nothing starts from their end; what is not walked is zero.
 Source: Kimi Linear, arXiv:2510.26692, section 3; the affine form is derived above.
 """
