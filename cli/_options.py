@@ -77,7 +77,7 @@ NUMBERS = (
         dest="direction",
     ),
 )
-NOT_IN_KEYS = ("--sequences", "--beta", "--initial-state", "--state-use")  # keys of plans do not have these
+NOT_IN_KEYS = ("--sequences", "--beta", "--initial-state")  # keys of plans do not have these
 
 
 def _problem(

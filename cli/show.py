@@ -13,8 +13,9 @@ from kda_tl.cli._console import ExitCode, Terminal, format_chunks, format_error,
 from kda_tl.cli._problem import read_numbers, read_workloads
 from kda_tl.cli._target import find_known, load_directory
 from kda_tl.database.lookup import TuningFile
-from kda_tl.database.records import Key, round_heads
+from kda_tl.database.records import KEY_OPTIONS, Key, round_heads
 from kda_tl.database.store import Database, Entry, sources, stale_stages
+from kda_tl.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +58,37 @@ def _rows(databases: Sequence[Database]) -> Iterator[Row]:
 def _make_filter(args: argparse.Namespace) -> Callable[[Row], bool]:
     """Whether a row is of the GPU and the workloads that were named, changed as asked, or has the numbers given."""
     given = read_numbers(args)
+    uses = _use_states(given.pop("state_use", None))
     slugs = None if args.gpu is None else {device.slug for device in find_known(args.gpu)}
     problems = [workload.problem() for workload in read_workloads(args)] if args.workload else []
     keys = {(problem.operator, problem.direction, Key.of(problem)) for problem in problems}
 
     def passes(row: Row) -> bool:
         key, direction = row.entry.key, row.file.direction
-        fits = (row.file.operator, direction, key) in keys if args.workload else _has_numbers(row.file, key, given)
+        fits = (
+            (row.file.operator, direction, key) in keys
+            if args.workload
+            else _has_numbers(row.file, key, given) and uses(key)
+        )
         fits = fits and (slugs is None or row.file.gpu.slug in slugs)
         return fits and args.source in (None, row.database.name) and (bool(row.stale) or not args.stale)
 
     return passes
+
+
+def _use_states(use: str | None) -> Callable[[Key], bool]:
+    """Whether a key is of steps that use states in one of the ways that workloads name; all keys are, if none is given.
+
+    Raises InputError for another name.
+    """
+    if use is None:
+        return lambda key: True
+    from kda_tl.ops.recurrent_draws import STATE_USES
+
+    if use not in STATE_USES:
+        raise InputError(f"--state-use must be one of {', '.join(STATE_USES)}, got {use!r}.")
+    told = {name for options in STATE_USES.values() for name in options} & {*KEY_OPTIONS}
+    return lambda key: key.recurrent and told & set(key.options) == told & set(STATE_USES[use])
 
 
 def _has_numbers(file: TuningFile, key: Key, given: Mapping[str, Any]) -> bool:

@@ -124,6 +124,10 @@ def test_plans_of_steps_are_shown_by_their_problem(run: Run, own_database: Path)
     assert find("--state-dtype", "bf16") == find("--workload", "kda-verify-cpu") == [16]
     assert find("--tokens", 9) == [8] and find("--tokens", 14) == [16], "steps are told from one token on"
     assert find("--state-v-first", "--pass", "step") == [16, 8]
+    assert [find("--state-use", use) for use in ("pool", "columns", "verify", "rows")] == [[8], [], [16], []]
+    assert find("--state-use", "verify", "--state-dtype", "fp32") == []
+    code, _, err = run("show", "--state-use", "heap")
+    assert code == 2 and "--state-use must be one of pool, columns, verify, rows, got 'heap'" in err
 
 
 def test_stored_steps_are_verified(run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
