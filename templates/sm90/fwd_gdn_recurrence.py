@@ -41,8 +41,8 @@ from kda_tl.templates.sm90.powers import (
 )
 from kda_tl.templates.sm90.ready import FENCES, await_chunk
 from kda_tl.templates.sm90.recurrence import (
-    OUTPUT_PAD,
     ROWS,
+    STORES,
     TOLERANCE,
     WARPGROUP,
     RecurrenceConfig,
@@ -97,7 +97,7 @@ class GdnRecurrenceConfig(RecurrenceConfig):
         """The tiles of every stage, the output's, that of states between chunks, and two barriers a stage."""
         BT, K = case.BT, case.problem.K
         stage = BT * (self.BV + 2 * BT + 2 * K) * 2 + 4 * BT * 4 + 16
-        output = BT * (self.BV + OUTPUT_PAD * self.BV // ROWS) * 2
+        output = BT * self.BV * 2
         return self.num_stages * stage + output + states_bytes(case, self.BV)
 
 
@@ -154,14 +154,19 @@ def finish_values(z, r, tiles, group, slot):
 
 @T.macro
 def finish_chunk(z, r, tiles, slot):
-    """The state decays while V'^T and S^T Q^T are on their way; the latter is scaled while the state takes values."""
+    """The state decays while V'^T and S^T Q^T are on their way; the latter is scaled while the state takes values.
+
+    Powers come first: what is read from shared memory after products waits until the matrix unit has taken them.
+    """
     kept = T.alloc_fragment(r.value.shape, z.io)  # what of the values the state takes
+    decay = T.alloc_var("float32")
     state = r.state[0]
+    decay = tiles.powers[slot, LAST, 0]
+    end = take_powers(r.value, tiles.powers, slot, END)
     T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     T.wgmma_gemm(r.state_io, tiles.q[slot, :, :], r.output, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
     for i, j in T.Parallel(*state.shape):
-        state[i, j] = state[i, j] * tiles.powers[slot, LAST, 0]
-    end = take_powers(r.value, tiles.powers, slot, END)
+        state[i, j] = state[i, j] * decay
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.value.shape):
@@ -191,7 +196,7 @@ def build(case: Case, config: GdnRecurrenceConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def fwd_gdn_recurrence(q, k, v, A, Aqk, powers, ready, h0, segments, chunk_tokens, o, ht, h):
         blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
-        with T.Kernel(blocks, threads=config.consumers + WARPGROUP, prelude=FENCES) as i_block:
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP, prelude=FENCES + STORES) as i_block:
             T.annotate_min_blocks_per_sm(2 if config.shares else 1)
             read = {"q": q, "k": k, "v": v, "A": A, "Aqk": Aqk, "powers": powers, "ready": ready, "states": h0}
             tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}

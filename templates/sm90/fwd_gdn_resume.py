@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.heads import HeadRows, Heads, split_block
+from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90 import fwd_recurrence
@@ -41,14 +41,20 @@ from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
     PRODUCER,
     ROWS,
+    STORES,
     TOLERANCE,
     WARPGROUP,
+    Output,
     RecurrenceConfig,
     layout_lower,
+    layout_values,
     load_lower,
     load_values,
+    round_output,
     store_constants,
     store_final,
+    store_last,
+    store_output,
 )
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.walk import BARRIER, Walk
@@ -76,14 +82,16 @@ class GdnResumeConfig(RecurrenceConfig):
     """BV: value channels a block owns, 64 for each warpgroup that multiplies; num_stages: chunks loaded ahead."""
 
     def reject(self, case: Case) -> str | None:
-        """As the base, and channels that lie in whole tiles."""
+        """As the base, one warpgroup, and channels that lie in whole tiles."""
+        if self.BV > ROWS:
+            return f"it is written for BV={ROWS}, not BV={self.BV}"
         return super().reject(case) or reject_rows(case, self.WIDTHS)
 
     def smem_bytes(self, case: Case) -> int:
         """The tiles of both rings and their barriers, the output's, and that of states between chunks."""
         BT, K = case.BT, case.problem.K
         stage = BT * (self.BV + BT + K) * 2 + MULTIPLIED * BT * 4 + 16
-        output = BT * (self.BV + OUTPUT_PAD) * 2
+        output = BT * self.BV * 2
         return self.num_stages * stage + BT * (BT + K) * 2 + 16 + output + states_bytes(case, self.BV)
 
 
@@ -118,16 +126,6 @@ def transpose(values, shared, threads):
 
 
 @T.macro
-def store_output(output, shared, o, row, w, own, threads):
-    """Rows of the chunk that begins at token ``row``, if they lie between ``own``, the segment's first, and its end."""
-    of_head, (BV, BT) = HeadRows.of(o, row, w.i_h), output.shape
-    transpose(output, shared, threads)
-    for i, j in T.Parallel(BT, BV):
-        if (row + i >= own) & (row + i < w.end):
-            of_head.rows[i, w.v0 + j] = shared[i, j]
-
-
-@T.macro
 def multiply(case, config, load_state, starts, x, tiles, rows, outputs, w):
     """Consumer: the state of the first chunk that has an output, then all outputs, each stored a chunk later."""
     p, BT, BV, io, f32 = case.problem, case.BT, config.BV, TL_DTYPE[case.problem.dtype], "float32"
@@ -156,21 +154,25 @@ def multiply(case, config, load_state, starts, x, tiles, rows, outputs, w):
     for n in T.serial(w.chunks - w.passed):
         slot, phase = rows.place_to_read(w.passed + n)
         one, turned = outputs.place_to_read(n)
+        rounded = round_output(output, io)
         rows.wait(slot, phase)
         issue_values(z, r, tiles, 0, slot)
         if p.intermediate_states:
             transpose(state_io, tiles.h, threads)
             for j, i in T.Parallel(p.K, BV):
                 x.h[w.first + w.passed + n, w.i_h, j, w.v0 + i] = tiles.h[j, i]
-        store_output(output, tiles.o, x.o, own + (n - 1) * BT, w, own, threads)
+        store_output(rounded, Output(tiles.o, x.o, own + (n - 1) * BT, own, w.end, w.i_h, w.v0, BARRIER))
         finish_values(z, r, tiles, 0, slot)
         outputs.wait(one, turned)
         finish_chunk(z, r, tiles, slot)
         outputs.release(one)
         rows.release(slot)
-    store_output(output, tiles.o, x.o, own + (w.chunks - w.passed - 1) * BT, w, own, threads)
+    rounded = round_output(output, io)
+    last = own + (w.chunks - w.passed - 1) * BT
+    store_last(rounded, Output(tiles.o, x.o, last, own, w.end, w.i_h, w.v0, BARRIER))
     if p.final_state:
         store_final(p, [state], x.ht, x.segments, w.i_s, w.i_h, w.v0)
+    T.tma_store_wait(0)
 
 
 def build(case: Case, config: GdnResumeConfig) -> Any:
@@ -198,7 +200,7 @@ def build(case: Case, config: GdnResumeConfig) -> Any:
         ht,
         h,
     ):
-        with T.Kernel(NS * heads.HV * VB, threads=consumers + WARPGROUP) as i_block:
+        with T.Kernel(NS * heads.HV * VB, threads=consumers + WARPGROUP, prelude=STORES) as i_block:
             T.annotate_min_blocks_per_sm(2 if BV == ROWS else 1)
             i_s, i_h, i_v = split_block(i_block, (NS, heads.HV), VB)
             tables = {"segments": segments, "owners": segment_sequences, "cuts": seq_segments}
@@ -207,14 +209,14 @@ def build(case: Case, config: GdnResumeConfig) -> Any:
             x = SimpleNamespace(**given, **tables, **written, chunk_tokens=chunk_tokens, heads=heads)
             of_rows = alloc_tiles(case, config)
             Aqk_shared = T.alloc_shared((1, BT, BT), io)
-            o_shared = T.alloc_shared((BT, BV + OUTPUT_PAD), io)
+            o_shared = T.alloc_shared((BT, BV), io)
             h_shared = T.alloc_shared((p.K, BV + OUTPUT_PAD), io) if p.intermediate_states else None
             full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             empty = T.alloc_barrier(arrive_count=[consumers] * stages)
             outputs_full = T.alloc_barrier(arrive_count=[PRODUCER])
             outputs_empty = T.alloc_barrier(arrive_count=[consumers])
             thread = T.get_thread_binding()
-            T.annotate_layout(layout_lower(of_rows.A, Aqk_shared))
+            T.annotate_layout(layout_lower(of_rows.A, Aqk_shared) | layout_values(o_shared))
             store_constants([of_rows.A, Aqk_shared])
             beside = {"q": Slot(of_rows.q), "Aqk": Slot(Aqk_shared), "o": o_shared, "h": h_shared}
             tiles = SimpleNamespace(**{**vars(of_rows), **beside}, v=[of_rows.x])

@@ -38,7 +38,9 @@ from kda_tl.templates.sm90.recurrence import (
     OUTPUT_PAD,
     PRODUCER,
     ROWS,
+    STORES,
     WARPGROUP,
+    Output,
     RecurrenceConfig,
     find_chunks,
     finish_values,
@@ -49,8 +51,10 @@ from kda_tl.templates.sm90.recurrence import (
     load_parts,
     load_values,
     name_tiles,
+    round_output,
     store_constants,
     store_final,
+    store_last,
     store_output,
     store_state,
 )
@@ -66,7 +70,8 @@ PART = 64  # channels of a wider state that are rounded at once
 REGISTERS = 232  # a multiplying thread's: two groups with it and a loader's have what a multiprocessor has
 WIDE_REGISTERS = 248  # of one group: with 232, ptxas (CUDA 13.0) waits after each product of a state of 256 channels
 LOADER_REGISTERS = 40
-STATES_BARRIER = 14  # and 15, the last of a block: TileLang counts its own from 3
+OUTPUT_BARRIER = 12  # and 13: of a warpgroup each, as the next; TileLang counts its own from 3
+STATES_BARRIER = 14
 
 
 def part_width(KP: int) -> int:
@@ -268,11 +273,13 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
         for c in T.serial(chunks):
             slot, phase = first_ring.place_to_read(step)
             rest_slot, rest_phase = rest_ring.place_to_read(step)
+            rounded = round_output(output, io)
             first_ring.wait(slot, phase)
             z.products.issue_values(z, r, tiles, group, slot)
             if p.intermediate_states:
                 store_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
-            store_output(output, tiles.o[group], o, start + (c - 1) * BT, start, end, i_h, v0)
+            row = start + (c - 1) * BT
+            store_output(rounded, Output(tiles.o[group], o, row, start, end, i_h, v0, OUTPUT_BARRIER + group))
             if not z.rounds_whole:
                 multiply_parts(r, tiles.k_neg, tiles.qg, slot)
             z.products.finish_values(z, r, tiles, group, slot)
@@ -285,9 +292,12 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             step = step + 1
         if p.intermediate_states and not p.final_state:  # or TileLang 0.1.15 wants its barrier where threads diverge
             T.sync_threads(STATES_BARRIER + group, WARPGROUP)
-        store_output(output, tiles.o[group], o, start + (chunks - 1) * BT, start, end, i_h, v0)
+        rounded = round_output(output, io)
+        row = start + (chunks - 1) * BT
+        store_last(rounded, Output(tiles.o[group], o, row, start, end, i_h, v0, OUTPUT_BARRIER + group))
         if p.final_state:
             store_final(p, state, x.ht, segments, i_s, i_h, v0)
+    T.tma_store_wait(0)
 
 
 @T.macro
@@ -328,7 +338,7 @@ def recur(z, load_state, i_block, blocks, x):
     p, config, BT, io = z.case.problem, z.config, z.case.BT, z.io
     stages, rest_stages, groups = config.num_stages, z.rest_stages, z.groups
     v_shared = name_tiles("v", [T.alloc_shared((stages, BT, ROWS), io) for _ in range(groups)])
-    o_shared = name_tiles("o", [T.alloc_shared((BT, ROWS + OUTPUT_PAD), io) for _ in range(groups)])
+    o_shared = name_tiles("o", [T.alloc_shared((BT, ROWS), io) for _ in range(groups)])
     states = groups * p.intermediate_states
     h_shared = name_tiles("h", [T.alloc_shared((z.width, ROWS + OUTPUT_PAD), io) for _ in range(states)])
     found = z.products.alloc_tiles(z)
@@ -337,7 +347,7 @@ def recur(z, load_state, i_block, blocks, x):
     first_empty = T.alloc_barrier(arrive_count=[config.consumers] * stages)
     rest_empty = first_empty if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * rest_stages)
     thread = T.get_thread_binding()
-    T.annotate_layout(layout_lower(found["A"], found["Aqk"]) | layout_values(*v_shared))
+    T.annotate_layout(layout_lower(found["A"], found["Aqk"]) | layout_values(*v_shared, *o_shared))
     store_constants([found["A"], found["Aqk"]], found.get("identity"))
 
     tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o and h one a warpgroup
@@ -363,7 +373,7 @@ def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, lo
     @prim_func(case, inputs | OUTPUTS, tokens=tokens, NT=NT, N=N, NS=NS, **heads.sizes)
     def recurrence(v, A, Aqk, k_neg, qg, kg, decay, states, segments, chunk_tokens, o, ht, h):
         blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
-        with T.Kernel(blocks, threads=config.consumers + WARPGROUP) as i_block:
+        with T.Kernel(blocks, threads=config.consumers + WARPGROUP, prelude=STORES) as i_block:
             read = {"v": v, "A": A, "Aqk": Aqk, "k_neg": k_neg, "qg": qg, "kg": kg, "decay": decay, "states": states}
             tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}
             recur(z, load_state, i_block, blocks, SimpleNamespace(**read, **tables, **written))

@@ -66,7 +66,7 @@ class RecurrenceConfig(HopperConfig):
         """The tiles of every stage, the output's, an identity, and three barriers a stage."""
         BT, KP = case.BT, case.problem.KP
         stage = BT * (self.BV + 2 * BT + 3 * KP) * 2 + KP * 4 + 24
-        return self.num_stages * stage + BT * (self.BV + OUTPUT_PAD * self.BV // ROWS + BT) * 2
+        return self.num_stages * stage + BT * (self.BV + BT) * 2
 
 
 def step_reference(x: Operands, t: int, values: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,21 +140,25 @@ def layout_values(*tiles: Any) -> dict[Any, Any]:
     return {tile: make_full_bank_swizzled_layout(tile) for tile in tiles}
 
 
+def layout_transposed(taken: Any) -> Any:
+    """Layout ``[BT, BV]`` of registers that hold the transpose ``[BV, BT]`` as a product's result."""
+    from tilelang.layout import Fragment
+
+    return Fragment(
+        taken.shape,
+        forward_thread_fn=lambda j, i: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
+        forward_index_fn=lambda j, i: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
+    )
+
+
 @T.macro
 def take_transposed(tile, slot):
     """What a slot holds ``[BT, BV]``, to the registers that hold its transpose ``[BV, BT]`` as a product's result.
 
     TileLang 0.1.15 makes four instructions (ldmatrix) of the copy only if pairs of rows are side by side in registers.
     """
-    from tilelang.layout import Fragment
-
     taken = T.alloc_fragment(tile.shape[1:], tile.dtype)
-    layout = Fragment(
-        taken.shape,
-        forward_thread_fn=lambda j, i: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
-        forward_index_fn=lambda j, i: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
-    )
-    T.annotate_layout({taken: layout})
+    T.annotate_layout({taken: layout_transposed(taken)})
     lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() % (2 * tile.shape[2]) // 32
     for n in T.unroll(tile.shape[1] // 16):
         T.call_extern(
@@ -213,18 +217,95 @@ def finish_values(value, value_io):
     T.copy(value, value_io)
 
 
-@T.macro
-def store_output(output, o_shared, o, first, start, end, i_h, v0):
-    """Rows of the chunk that begins at token ``first``, if they lie between ``start`` and ``end``.
+# A prelude: TileLang 0.1.15 calls its own by name with registers one by one, and knows no pairs of them
+STORES = r"""
+static __device__ __forceinline__ void store_transposed(void* shared, const void* values) {
+  const unsigned* pairs = reinterpret_cast<const unsigned*>(values);
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+                  "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3]) : "memory");
+}
+"""
 
-    It is called a chunk later, while values are multiplied.
+
+@T.macro
+def round_output(output, dtype):
+    """A chunk's output ``[ROWS, BT]``, rounded, before the next products are on their way.
+
+    While they are, ptxas (CUDA 13.0) would wait for them to put pairs where sums were. The loop is over the output:
+    over what is rounded TileLang 0.1.15 leaves it out in a second warpgroup, whose threads that layout does not name.
     """
-    BV, BT, own = *output.shape, HeadRows.of(o, first, i_h)
-    for i, j in T.Parallel(BV, BT):
-        o_shared[j, i] = T.cast(output[i, j], o.dtype)
-    for i, j in T.Parallel(BT, BV):
-        if (first + i >= start) & (first + i < end):
-            own.rows[i, v0 + j] = o_shared[i, j]
+    rounded = T.alloc_fragment((output.shape[1], output.shape[0]), dtype)
+    T.annotate_layout({rounded: layout_transposed(rounded)})
+    for i, j in T.Parallel(*output.shape):
+        rounded[j, i] = T.cast(output[i, j], dtype)
+    return rounded
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a chunk's output goes, by one warpgroup."""
+
+    tile: Any  # on the way, in shared memory
+    o: Any
+    first: Any  # token of the chunk
+    start: Any  # of the sequence
+    end: Any
+    i_h: Any
+    v0: Any
+    barrier: Any  # a named one, the warpgroup's own
+
+
+@T.macro
+def _put(rounded, x):
+    """To shared memory by four instructions (stmatrix), where elements one by one are 32."""
+    thread = T.get_thread_binding()
+    lane, warp = thread % 32, thread % WARPGROUP // 32
+    T.tma_store_wait(0)  # the last chunk's output has been read
+    T.sync_threads(x.barrier, WARPGROUP)
+    for n in T.unroll(x.tile.shape[0] // 16):
+        T.call_extern(
+            "handle",
+            "store_transposed",
+            T.address_of(x.tile[n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane // 8 % 2 * 8]),
+            T.address_of(rounded[n * 16 + lane % 4 * 2, warp * 16 + lane // 4]),
+        )
+    T.fence_proxy_async()
+    T.sync_threads(x.barrier, WARPGROUP)
+
+
+@T.macro
+def _send(x):
+    """All rows of a chunk from there to memory."""
+    BT, BV = x.tile.shape
+    rows = x.o[x.first : x.first + BT, x.i_h, x.v0 : x.v0 + BV]
+    T.tma_copy(x.tile, rows, leader_scope_threads=WARPGROUP)
+
+
+@T.macro
+def store_output(rounded, x):
+    """A chunk's output, while the values of the next are multiplied; chunks that others follow are whole.
+
+    Before the first chunk there is nothing to store. The tile is read later: T.tma_store_wait.
+    """
+    if x.first >= x.start:
+        _put(rounded, x)
+        _send(x)
+
+
+@T.macro
+def store_last(rounded, x):
+    """The same of a last chunk: what follows it may be another sequence's."""
+    BT, BV = x.tile.shape
+    if x.first >= x.start:
+        _put(rounded, x)
+        if x.first + BT <= x.end:
+            _send(x)
+        else:
+            own = HeadRows.of(x.o, x.first, x.i_h)
+            for i, j in T.Parallel(BT, BV):
+                if x.first + i < x.end:
+                    own.rows[i, x.v0 + j] = x.tile[i, j]
 
 
 @T.macro

@@ -21,6 +21,7 @@ import torch
 
 from kda_tl.core.stage import Operands
 from kda_tl.templates.common.chunks import unpack_lower
+from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE
 from kda_tl.templates.sm90.recurrence import (
@@ -28,7 +29,6 @@ from kda_tl.templates.sm90.recurrence import (
     issue_transposed,
     load_lower,
     load_values,
-    store_output,
 )
 
 BARRIER = 1  # a named one, of the threads that multiply
@@ -61,6 +61,17 @@ def store_tiles(tiles, shared, tensors, i_t, i_h, v0, threads):
     for m in list(range(len(tiles))):
         rows = shared[m].shape[0]
         T.tma_copy(shared[m], tensors[m][i_t, i_h, v0 : v0 + rows, :], leader_scope_threads=threads)
+
+
+@T.macro
+def store_rows(output, o_shared, o, first, start, end, i_h, v0):
+    """Rows of the chunk that begins at token ``first``, if they lie between ``start`` and ``end``, by way of a tile."""
+    BV, BT, own = *output.shape, HeadRows.of(o, first, i_h)
+    for i, j in T.Parallel(BV, BT):
+        o_shared[j, i] = T.cast(output[i, j], o.dtype)
+    for i, j in T.Parallel(BT, BV):
+        if (first + i >= start) & (first + i < end):
+            own.rows[i, v0 + j] = o_shared[i, j]
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,7 @@ def walk_backwards(case, config, products, load_state, ends, tiles, ring, w, kep
             store_tiles((r.state_io,), shared, tensors, w.first + i_c, w.i_h, w.v0, config.consumers)
         products.take_gradients(r, tiles, slot)
         if kept is not None:
-            store_output(r.value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
+            store_rows(r.value_io, kept.value_shared, kept.value, w.start + i_c * BT, w.start, w.end, w.i_h, w.v0)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(r.state, num_regs=p.KP // 2)
         ring.release(slot)
