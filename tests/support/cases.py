@@ -106,6 +106,15 @@ def bounds_of(lengths: Iterable[int]) -> tuple[int, ...]:
     return tuple(bounds)
 
 
+def slope_terms(problem: Problem, g: Tensor, dt_bias: Tensor | None, dg: Tensor) -> Tensor:
+    """What each token and channel adds to dA_log, from the gradient of the raw gate: [tokens, HV, K]."""
+    x = g if dt_bias is None else g + dt_bias
+    if problem.gate == "safe":
+        return x * dg
+    softplus_over_slope = torch.where(x < -30, 1.0, torch.logaddexp(x, torch.zeros_like(x)) / x.sigmoid())
+    return softplus_over_slope * dg
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """Tensors of a problem in float64, the batch flattened into the tokens, as pipelines take them."""
@@ -176,11 +185,7 @@ class Call:
 
     def slope_terms(self, dg: Tensor) -> Tensor:
         """What each token and channel adds to dA_log, from the gradient of the raw gate: [tokens, HV, K]."""
-        x = self.x["g"] if self.x["dt_bias"] is None else self.x["g"] + self.x["dt_bias"]
-        if self.problem.gate == "safe":
-            return x * dg
-        softplus_over_slope = torch.where(x < -30, 1.0, torch.logaddexp(x, torch.zeros_like(x)) / x.sigmoid())
-        return softplus_over_slope * dg
+        return slope_terms(self.problem, self.x["g"], self.x["dt_bias"], dg)
 
     def value_terms(self) -> tuple[Tensor, Tensor]:
         """What each value channel adds to the gradients of beta and of the raw gate: [tokens, HV, V] and [..., V, K].

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.cases import F64, TORCH, Call
+from support.cases import F64, TORCH, Call, slope_terms
 from torch import Tensor
 
 from kda_tl import templates
@@ -16,6 +16,7 @@ from kda_tl.core.stage import Case, Config, Operands, Stage
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage
 from kda_tl.runtime.kernel import Kernel
+from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.tune.compile_only import StaticJob
 
 GUARD = 64  # elements of NaN before and after a tensor
@@ -95,10 +96,26 @@ def take_apart(stage: Stage, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
+def terms_of_sums(case: Case, x: Operands, expected: dict[str, Tensor]) -> dict[str, float]:
+    """Norms of a chunk's sums for A_log and dt_bias, if none of their terms had the opposite sign of another.
+
+    They sum the gate's gradient over tokens, which is a running sum itself, with errors of one sign: where terms
+    cancel, the size of the sum says nothing of how exact it can be. Call.gradient_errors judges the whole sums so.
+    """
+    dg, sizes = expected.get("dg"), {}
+    if dg is not None and "dA_log_part" in expected:
+        terms = slope_terms(case.problem, x.g, x.dt_bias, dg.abs()).abs()
+        sizes["dA_log_part"] = split_chunks(terms, x.chunk_tokens, case.BT).flatten(2).sum(2)
+    if dg is not None and "ddt_bias_part" in expected:
+        sizes["ddt_bias_part"] = split_chunks(dg.abs(), x.chunk_tokens, case.BT).sum(2)
+    return {name: float(size.norm()) for name, size in sizes.items()}
+
+
 def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, float]:
     """Error of each output of a kernel against the stage's reference on the very same numbers, as a tuner judges it.
 
-    But kinds of rows that lie in one tensor are judged one by one: small ones would be lost beside large ones.
+    But kinds of rows that lie in one tensor are judged one by one: small ones would be lost beside large ones; and sums
+    whose terms cancel are judged by their terms, see :func:`terms_of_sums`.
     """
     stage, case = kernel.stage, kernel.case
     given = {}
@@ -111,8 +128,12 @@ def stage_errors(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int]) 
     outputs = launch_poisoned(kernel, given, sizes)
     expected = stage.reference(case, Operands(**exact))
     assert outputs.keys() == expected.keys()
+    sums = terms_of_sums(case, Operands(**exact), expected)
     found, expected = take_apart(stage, outputs), take_apart(stage, expected)
     weight = {name: error_weight(truth, stage.rms_floor, name) for name, truth in expected.items()}
+    for name, terms in sums.items():
+        size = float(expected[name].norm())
+        weight[name] *= size / max(size, terms) if size else 1.0
     return {name: weight[name] * relative_error(found[name], truth) for name, truth in expected.items()}
 
 
