@@ -34,6 +34,7 @@ class Peer:
 # name of a version: module, package; Triton compiles FLA's kernels
 VERSIONS = {
     "fla": ("fla", "flash-linear-attention"),
+    "flash_qla": ("flash_qla", "flash-qla"),
     "cudnn_frontend": ("cudnn", "nvidia-cudnn-frontend"),
     "triton": ("triton", "triton"),
 }
@@ -43,7 +44,7 @@ def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Peer]
     """The peers that can be imported and serve this workload on a device, and why the others are left out."""
     peers: dict[str, Peer] = {}
     left_out: dict[str, str] = {}
-    for name, make in (("fla", _make_fla), ("cudnn", _make_cudnn)):
+    for name, make in (("fla", _make_fla), ("flash_qla", _make_flash_qla), ("cudnn", _make_cudnn)):
         try:
             peers[name] = make(workload, where)
         except ImportError as error:
@@ -90,6 +91,37 @@ def _prepare_for_fla(function: Callable[..., Any], inputs: Inputs) -> Inputs:
         given |= {"initial_state": inputs["initial_state"][slots.long()], "output_final_state": True}
         given |= {"ssm_state_indices": None, "inplace_final_state": False}
     return {name: x for name, x in given.items() if name in known or (x is not None and x is not False)}
+
+
+def _make_flash_qla(workload: Workload, where: torch.device) -> Peer:
+    """FlashQLA 0.1.3 ``flash_qla.chunk_gated_delta_rule``, which takes log gates of fp32, and norms q and k."""
+    function = importlib.import_module("flash_qla").chunk_gated_delta_rule
+    if workload.direction == "step":
+        raise UnsupportedError("it has no recurrent operator")
+    if not workload.declaration.scalar_gate:
+        raise UnsupportedError("its kernels take one gate a value head")
+    if where.type != "cuda":
+        raise UnsupportedError("its kernels need a GPU")
+    return Peer(functools.partial(_call_flash_qla, function, workload), _prepare_for_flash_qla)
+
+
+def _prepare_for_flash_qla(inputs: Inputs) -> Inputs:
+    """Bounds of 64 bits, and gates of fp32."""
+    bounds = {"cu_seqlens": inputs["cu_seqlens"].long()} if "cu_seqlens" in inputs else {}
+    return {**inputs, **bounds, "g": inputs["g"].float()}
+
+
+def _call_flash_qla(function: Callable[..., Any], workload: Workload, inputs: Inputs) -> tuple[Any, ...]:
+    """Gates and step sizes that are not plain are activated by torch first, which is timed as a part of the call."""
+    g, beta = inputs["g"], inputs["beta"]
+    if workload.gate != "log":
+        given = {name: inputs[name] for name in ("A_log", "dt_bias")}
+        g = activate_gate(g[..., None], gate=workload.gate, **given)[..., 0]
+    if workload.beta != "plain":
+        beta = activate_beta(beta, workload.beta)
+    names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "state_v_first")
+    options = {name: inputs[name] for name in names if name in inputs}
+    return tuple(function(inputs["q"], inputs["k"], inputs["v"], g, beta, **options))
 
 
 def _make_cudnn(workload: Workload, where: torch.device) -> Peer:

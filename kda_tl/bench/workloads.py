@@ -47,7 +47,8 @@ class Workload:
     operator: str = "chunk_kda"
     direction: str = ""  # of the operator's passes, the first unless given; "bwd" for the gradients of the same call
     # Groups it belongs to: "tune", "bench", "cpu"; "forward", "small" and "wide" (K = V = 256) to compare with other
-    # implementations; "train" and "train-cpu" for the backward; "decode" and "decode-cpu" of recurrent operators
+    # implementations; "train" and "train-cpu" for the backward; "gdn" and "gdn-train" of Gated DeltaNet; "decode" and
+    # "decode-cpu" of recurrent operators
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -149,6 +150,23 @@ _GATES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "softplus": ("tune bench forward", ("train", "training"), _SOFTPLUS),
 }
 
+# Gated DeltaNet: FlashQLA's shapes, with gates and step sizes as it takes them, and as FLA's layer passes them
+_GATED_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "T8192-H32": ("fwd bwd", {"T": 8192, "H": 32}),
+    "T8192-H16-HV32": ("fwd bwd", {"T": 8192, "H": 16, "HV": 32}),
+    "T8192-H16-HV64": ("fwd bwd", {"T": 8192, "H": 16, "HV": 64}),
+    "T32768-H2-HV8": ("fwd", {"T": 32768, "H": 2, "HV": 8}),
+    "T32768-H4-HV8": ("bwd", {"T": 32768, "H": 4, "HV": 8}),
+    "T32768-H16-HV32": ("fwd bwd", {"T": 32768, "H": 16, "HV": 32}),
+    "B4-T2048-H16-HV64": ("fwd", {"B": 4, "T": 2048, "H": 16, "HV": 64}),
+    "B8-T1024-H16-HV64": ("fwd", {"B": 8, "T": 1024, "H": 16, "HV": 64}),
+    "packed-8x1024-H16-HV64": ("fwd bwd", {"lengths": _EVEN, "H": 16, "HV": 64}),
+}
+_GATED: dict[str, dict[str, Any]] = {
+    "gdn-log": {"gate": "log", "beta": "plain", "initial_state": True},
+    "gdn-softplus": _SOFTPLUS,
+}
+
 WORKLOADS: tuple[Workload, ...] = (
     *(
         Workload(name=f"{gate}-{name}", tags=tags, **fields, **shape)
@@ -170,6 +188,20 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(name="train-cpu-safe-K32", K=32, V=32, direction="bwd", tags=("train-cpu",), **_ON_CPU),
     Workload(
         name="train-cpu-softplus-K64", K=64, V=64, gate="softplus", direction="bwd", tags=("train-cpu",), **_ON_CPU
+    ),
+    *(
+        Workload(
+            name=f"{label}-{name}",
+            tags=(tag,),
+            operator="chunk_gated_delta_rule",
+            direction=direction,
+            **fields,
+            **shape,
+        )
+        for direction, tag, prefix in (("fwd", "gdn", ""), ("bwd", "gdn-train", "train-"))
+        for kind, fields in _GATED.items()
+        for name, (passes, shape) in _GATED_SHAPES.items()
+        if direction in passes.split() and (label := prefix + kind)
     ),
     *(
         Workload(name=f"{kind}-decode-B{B}-{state}", B=B, T=1, state_dtype=state, tags=("decode",), **heads, **_DECODE)

@@ -76,6 +76,18 @@ def test_small_is_short() -> None:
     ]
 
 
+@pytest.mark.parametrize("tag", ["gdn", "gdn-train"])
+def test_gated_deltanet_has_both_kinds_of_gates_at_every_shape(tag: str) -> None:
+    """FlashQLA's, with states it begins from, and those of FLA's layer."""
+    mine = tagged(tag)
+    assert all((w.operator, w.K, w.V, w.dtype) == ("chunk_gated_delta_rule", 128, 128, "bf16") for w in mine)
+    shapes = [[(w.B, w.T, w.H, w.HV, w.lengths) for w in mine if w.gate == gate] for gate in ("log", "softplus")]
+    assert shapes[0] == shapes[1] and len(set(shapes[0])) == len(shapes[0]) == len(mine) // 2
+    assert (1, 8192, 32, 32, ()) in shapes[0] and (1, 32768, 16, 32, ()) in shapes[0]
+    assert {(w.beta, w.initial_state) for w in mine if w.gate == "log"} == {("plain", True)}
+    assert {(w.beta, w.initial_state) for w in mine if w.gate == "softplus"} == {("sigmoid", False)}
+
+
 def test_nothing_has_two_names() -> None:
     assert len({replace(w, name="", tags=()) for w in WORKLOADS}) == len(WORKLOADS)
 
@@ -85,7 +97,7 @@ def test_problem_is_what_the_operator_makes_of_the_inputs(workload: Workload, mo
     seen: list[Problem] = []
     monkeypatch.setattr("kda_tl.ops.entry.select_cached", lambda problem, *_: seen.append(problem))
     small = workload.trimmed(70)
-    explain(**small.inputs("cpu"))
+    explain(operator=workload.operator, **small.inputs("cpu"))
     assert seen == [replace(small.problem(), direction="fwd")]
 
 
@@ -122,8 +134,8 @@ def test_inputs_depend_on_the_seed_only() -> None:
 
 def test_a_tag_is_of_one_pass() -> None:
     passes = {tag: {w.problem().direction for w in tagged(tag)} for w in WORKLOADS for tag in w.tags}
-    forward = {tag: {"fwd"} for tag in ("tune", "bench", "forward", "small", "wide", "cpu")}
-    backward = {tag: {"bwd"} for tag in ("train", "training", "train-cpu")}
+    forward = {tag: {"fwd"} for tag in ("tune", "bench", "forward", "small", "wide", "cpu", "gdn")}
+    backward = {tag: {"bwd"} for tag in ("train", "training", "train-cpu", "gdn-train")}
     assert passes == {**forward, **backward, **{tag: {"step"} for tag in ("decode", "decode-cpu")}}
 
 
@@ -163,8 +175,8 @@ def test_unknown_names_are_refused_with_tags_and_near_names() -> None:
     with pytest.raises(InputError) as refused:
         select(["cpu", "nowhere"])
     assert str(refused.value) == (
-        "unknown workload nowhere: the tags are bench, cpu, decode, decode-cpu, forward, small, train, "
-        "train-cpu, training, tune, wide; `kda-tl show --workloads` lists the names."
+        "unknown workload nowhere: the tags are bench, cpu, decode, decode-cpu, forward, gdn, "
+        "gdn-train, small, train, train-cpu, training, tune, wide; `kda-tl show --workloads` lists the names."
     )
     with pytest.raises(InputError, match="did you mean safe-T8192-H32 or .* The tags are") as refused:
         select(["saf-T8192-H32"])

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.cli_cases import BACKWARD_PLAN, CPU, SMALL, SMALL_BACKWARD, Run
 
+from kda_tl import chunk_gated_delta_rule
 from kda_tl.bench.fixtures import torch_device
-from kda_tl.cli._peers import find_peers
+from kda_tl.bench.workloads import Workload
+from kda_tl.cli._peers import _call_flash_qla, _prepare_for_flash_qla, find_peers
+from kda_tl.reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("own_database")
+
+GATED = Workload(
+    name="gated", B=2, T=70, H=1, HV=2, K=32, V=48, dtype="fp32", gate="log", operator="chunk_gated_delta_rule"
+)
 
 
 def test_bench(run: Run, tmp_path: Path) -> None:
@@ -35,8 +45,29 @@ def test_bench_of_a_backward(run: Run, tmp_path: Path) -> None:
 
 
 def test_peers_are_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.SimpleNamespace(chunk_kda=None, kimi_delta_attention=None)
+    fake = types.SimpleNamespace(chunk_kda=None, kimi_delta_attention=None, chunk_gated_delta_rule=None)
     monkeypatch.setattr("importlib.import_module", lambda name: fake)
     calls, left_out = find_peers(SMALL, torch_device(CPU))
-    assert not calls and set(left_out) == {"fla", "cudnn"}
+    assert not calls and set(left_out) == {"fla", "cudnn", "flash_qla"}
+    assert left_out.pop("flash_qla") == "its kernels take one gate a value head"
     assert all("need a GPU" in reason for reason in left_out.values())
+    _, left_out = find_peers(GATED, torch_device(CPU))
+    assert "need a GPU" in left_out["flash_qla"] and left_out["cudnn"] == "its kernels take one gate a channel"
+
+
+@pytest.mark.parametrize("gate", ["log", "softplus"])
+def test_flash_qla_is_asked_for_the_same(gate: str) -> None:
+    """Its function is ours here, which takes the same names and refuses what is not its own."""
+    beta = "plain" if gate == "log" else "sigmoid"
+    workload = replace(GATED, gate=gate, beta=beta, initial_state=True, state_v_first=True)
+    inputs = workload.inputs("cpu")
+    asked: dict[str, Any] = {}
+
+    def function(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+        asked.update(options, g=g)
+        return chunk_gated_delta_rule(q, k, v, g, beta, **options)
+
+    found = _call_flash_qla(function, workload, _prepare_for_flash_qla(inputs))
+    assert asked["g"].dtype == torch.float32 and "A_log" not in asked
+    for one, other in zip(found, chunk_gated_delta_rule(**inputs), strict=True):
+        assert relative_error(one, other) < 1e-5
