@@ -46,6 +46,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         mine += [found for found in stored if isinstance(found, Subject)]
         mine += served_subjects(database, device, chosen)
         terminal.note(f"{device.slug} ({device.arch}): {format_count(len(mine), 'plan')}, defaults among them.")
+        if len(devices) > 1:
+            mine = [replace(subject, name=f"{device.slug}: {subject.name}") for subject in mine]
         subjects += [(device, subject) for subject in mine]
     if args.static or devices[0].kind == "cuda":  # a GPU's kernels take seconds each
         findings += check_compiles(subjects, args.jobs, terminal, static=args.static)

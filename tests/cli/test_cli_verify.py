@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from support.cli_cases import CPU, OLD, SMALL, SMALL_BACKWARD, Run, make_entry, 
 
 from kda_tl.cli import _call as call
 from kda_tl.cli import _subjects, verify
+from kda_tl.core.device import Device
 from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
@@ -305,3 +306,17 @@ def test_every_packaged_plan_compiles(run: Run) -> None:
     """``make test`` compiles those of one workload."""
     code, out, _ = run("verify", "--gpu", "hopper", "--static", "--json")
     assert code == 0 and len(json.loads(out)["checks"]) > 100
+
+
+def test_plans_of_several_gpus_tell_whose_they_are(
+    run: Run, own_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pretend(subjects: Iterable[tuple[Device, _subjects.Subject]], *_: Any, **__: Any) -> list[_subjects.Finding]:
+        return [_subjects.Finding(subject=subject.name, check="compiles", passed=True) for _, subject in subjects]
+
+    monkeypatch.setattr("kda_tl.cli.verify.check_compiles", pretend)
+    argv = ("verify", "--static", "--db", own_database, "--workload", SMALL.name, "--json")
+    found = [json.loads(run(*argv, "--gpu", gpu)[1])["checks"] for gpu in ("h200", "hopper", "l4")]
+    names = [[check["subject"] for check in checks if check["check"] == "compiles"] for checks in found]
+    assert f"nvidia_h200_nvl: default {SMALL.name}" in names[0] and f"nvidia_h20: default {SMALL.name}" in names[1]
+    assert all(len(set(each)) == len(each) for each in names) and names[2] == [f"default {SMALL.name}"]
