@@ -133,7 +133,9 @@ def test_a_described_problem_that_has_a_name_goes_by_it() -> None:
             w = workload
             count = len(w.lengths) or w.B
             words = ["--heads", w.H, "--tokens", w.tokens, "--sequences", count, "--K", w.K, "--V", w.V]
-            words += ["--gate", w.gate, "--pass", w.direction, *(["--varlen"] if w.lengths else [])]
+            words += ["--operator", w.operator, "--value-heads", w.HV, "--gate", w.gate, "--pass", w.direction]
+            words += ["--beta", w.beta, *(["--varlen"] if w.lengths else [])]
+            words += ["--initial-state"] if w.initial_state else []
             twins = read(*words)
             assert [twin.problem() for twin in twins] == [w.problem()]
             assert twins == (w,) or (w.gate, w.decay) == ("safe", "slow")
