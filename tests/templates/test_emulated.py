@@ -42,9 +42,6 @@ H200 = known_device("nvidia_h200")
 SMALL = dataclasses.replace(H200, num_sms=2)  # so that blocks which take chunks in turn have several
 OPERATORS = load_all()
 LENGTHS = (1, 0, 40, 64)
-# One number a chunk and head, the sum of 4096 terms of either sign: about as large as the root of the sum of their
-# squares, by which the terms' roundings count, and for six such sums less than a quarter of it once in 900 draws.
-CANCELLING = {"dA_log_part": 4}
 EMULATED = {
     "fwd_prep": "prep_recurrence",
     "fwd_gdn_prep": "gdn_recurrence",
@@ -84,8 +81,7 @@ def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: in
     inputs = next(inputs for recorded, inputs in records if recorded.name == name)
     bare = Case(problem=case.problem.without_lengths(), device=SMALL, BT=64, BC=16)
     errors = stage_errors(EmulatedKernel(stage, bare, stage.default(bare)), inputs, sizes_of(call, 64))
-    bounds = {name: stage.tolerance["bf16"] * CANCELLING.get(name, 1) for name in errors}
-    assert all(errors[name] < bound for name, bound in bounds.items()), f"{errors} {problem.key}"
+    assert max(errors.values()) < stage.tolerance["bf16"], f"{errors} {problem.key}"
 
 
 @needs_compiler
