@@ -75,14 +75,28 @@ def _make_fla(workload: Workload, where: torch.device) -> Peer:
     return Peer(lambda inputs: tuple(function(**inputs)), functools.partial(_prepare_for_fla, function))
 
 
+def _widen_bounds(inputs: Inputs) -> dict[str, Any]:
+    """With bounds of 64 bits."""
+    return {**inputs, **{name: inputs[name].long() for name in ("cu_seqlens", "cu_seqlens_cpu") if name in inputs}}
+
+
+def _activate_gate(inputs: Inputs, workload: Workload) -> torch.Tensor:
+    """The log gate in fp32, by torch and so differentiable."""
+    g = inputs["g"].float()
+    if workload.gate == "log":
+        return g
+    given = {name: inputs.get(name) for name in ("A_log", "dt_bias", "lower_bound")}
+    channels = g[..., None] if workload.declaration.scalar_gate else g
+    return activate_gate(channels, gate=workload.gate, **given).view_as(g)
+
+
 def _prepare_for_fla(function: Callable[..., Any], inputs: Inputs) -> Inputs:
     """Bounds of 64 bits, and no argument that FLA lacks and that is not used; states of slots as FLA takes them.
 
     That is in rows, a state a sequence, unless it takes slots: those of several tokens only with a slot for each.
     """
     known, slots = inspect.signature(function).parameters, inputs.get("ssm_state_indices")
-    bounds = {name: inputs[name].long() for name in ("cu_seqlens", "cu_seqlens_cpu") if name in inputs}
-    given = {**inputs, **bounds}
+    given = _widen_bounds(inputs)
     if inputs.get("intermediate_states") is not None:
         raise UnsupportedError("it keeps no states of each token but in slots")
     if slots is not None and ("ssm_state_indices" not in known or (slots.dim() == 1 and inputs["q"].shape[1] > 1)):
@@ -107,18 +121,12 @@ def _make_flash_qla(workload: Workload, where: torch.device) -> Peer:
 
 def _prepare_for_flash_qla(inputs: Inputs) -> Inputs:
     """Bounds of 64 bits, and gates of fp32."""
-    bounds = {"cu_seqlens": inputs["cu_seqlens"].long()} if "cu_seqlens" in inputs else {}
-    return {**inputs, **bounds, "g": inputs["g"].float()}
+    return _widen_bounds(inputs) | {"g": inputs["g"].float()}
 
 
 def _call_flash_qla(function: Callable[..., Any], workload: Workload, inputs: Inputs) -> tuple[Any, ...]:
     """Gates and step sizes that are not plain are activated by torch first, which is timed as a part of the call."""
-    g, beta = inputs["g"], inputs["beta"]
-    if workload.gate != "log":
-        given = {name: inputs[name] for name in ("A_log", "dt_bias")}
-        g = activate_gate(g[..., None], gate=workload.gate, **given)[..., 0]
-    if workload.beta != "plain":
-        beta = activate_beta(beta, workload.beta)
+    g, beta = _activate_gate(inputs, workload), activate_beta(inputs["beta"], workload.beta)
     names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "state_v_first")
     options = {name: inputs[name] for name in names if name in inputs}
     return tuple(function(inputs["q"], inputs["k"], inputs["v"], g, beta, **options))
@@ -161,10 +169,7 @@ def _activate_inside(inputs: Mapping[str, Any], workload: Workload) -> tuple[Map
 
 def _activate_before(inputs: Mapping[str, Any], workload: Workload) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Activations and norms by torch, whose autograd takes their gradients; its own begin at what it then gets."""
-    g = inputs["g"].float()
-    if workload.gate != "log":
-        names = ("A_log", "dt_bias", "lower_bound")
-        g = activate_gate(g, gate=workload.gate, **{name: inputs[name] for name in names})
+    g = _activate_gate(inputs, workload)
     q, k = (l2norm(inputs[name].float()).to(inputs[name].dtype) for name in ("q", "k"))
     beta = activate_beta(inputs["beta"].float(), "sigmoid")
     states = (len(workload.bounds) - 1, workload.HV, workload.V, workload.K)

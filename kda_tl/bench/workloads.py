@@ -191,7 +191,7 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     *(
         Workload(
-            name=f"{label}-{name}",
+            name=f"{prefix}{kind}-{name}",
             tags=(tag,),
             operator="chunk_gated_delta_rule",
             direction=direction,
@@ -201,7 +201,7 @@ WORKLOADS: tuple[Workload, ...] = (
         for direction, tag, prefix in (("fwd", "gdn", ""), ("bwd", "gdn-train", "train-"))
         for kind, fields in _GATED.items()
         for name, (passes, shape) in _GATED_SHAPES.items()
-        if direction in passes.split() and (label := prefix + kind)
+        if direction in passes.split()
     ),
     *(
         Workload(name=f"{kind}-decode-B{B}-{state}", B=B, T=1, state_dtype=state, tags=("decode",), **heads, **_DECODE)
