@@ -2,7 +2,9 @@
 
 Every packaged plan of the GPU here, CUDA graphs, cold L2, in turns in one process, on the same tensors; results are
 compared bit by bit. FOLDER holds the former kernels, built without a GPU with ``kda_tl.bundle.build.build_binary`` of
-commit 36314a3, and ``index.json``: their file names by "workload/stage".
+commit 36314a3, and ``index.json``: their file names by "workload/stage". For stages of segments, which hand on tensors
+of another shape since, it holds today's, built with ``Heads.of`` and ``Stage.specialise`` replaced by what gives a
+problem's own numbers of heads.
 """
 
 import datetime

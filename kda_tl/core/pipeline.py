@@ -81,11 +81,15 @@ class Pipeline:
 
         Tensors that are given, as residuals are, need not be made.
         """
+        made = {name for stage in self.stages for name in stage.tensors_of(problem)[1]}
         usual = (name for name in RESULTS[self.direction] if name != "h" or problem.intermediate_states)
         results = tuple(usual) if results is None else tuple(dict.fromkeys(results))
+        missing = {name for stage in self.stages for name in stage.outputs} - made - set(given)
         needed, stages = set(results), list[Stage]()
         for stage in reversed(self.stages):
             reads, writes = stage.tensors_of(problem)
+            if missing.intersection(reads):
+                continue  # of another problem
             if needed.intersection(writes).difference(given):
                 stages.insert(0, stage)
                 needed.update(reads)

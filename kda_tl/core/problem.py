@@ -135,6 +135,11 @@ class Problem:
         return self.group > 1
 
     @property
+    def parted(self) -> bool:
+        """Whether more than two do: sums of two are the same in either order, so any block may add its own."""
+        return self.group > 2
+
+    @property
     def KP(self) -> int:
         """K as stored in intermediates."""
         return pad_dim(self.K)

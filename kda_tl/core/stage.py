@@ -236,6 +236,7 @@ class Stage:
         rms_floor: root mean square of an output below which its error is taken relative to this instead: what uses
             it would not notice.
         passes: ``case -> settings`` of TileLang's passes that its CUDA kernel needs, beside everyone's.
+        adds: outputs that begin as zeros, to which thread blocks add, by the field of the problem that must be true.
     """
 
     name: str
@@ -252,6 +253,7 @@ class Stage:
     scalars: tuple[str, ...] = ()
     rms_floor: Mapping[str, float] = field(default_factory=dict)
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
+    adds: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if unknown := set(self.depends) - {f.name for f in fields(Problem)} - _OF_DEVICE:
@@ -285,7 +287,8 @@ class Stage:
         All that kernels do not depend on has one value, which a config of the case may reject.
         """
         known = {**_ANY_PROBLEM, **self.fields_of(case.problem)}
-        heads = {"H": 1, "HV": 2 if known.pop("grouped", False) else 1}
+        grouped, parted = known.pop("grouped", False), known.pop("parted", False)
+        heads = {"H": 1, "HV": 3 if parted else 2 if grouped else 1}
         device = replace(case.device, **({"num_sms": 1} | self.fields_of_device(case.device)))
         return replace(case, problem=Problem(**(known | heads)), device=device)
 

@@ -21,6 +21,7 @@ class Slot:
         present: False if the problem does not have it, and a :func:`placeholder` is passed.
         dtype: as the kernel reads it; on the CPU every float is fp32.
         dims: sizes, or names of sizes known at the call: those of a layout.
+        added: whether the kernel adds to it, so that it must begin as zeros.
     """
 
     name: str
@@ -28,9 +29,10 @@ class Slot:
     present: bool
     dtype: torch.dtype
     dims: tuple[int | str, ...]
+    added: bool = False
 
     @classmethod
-    def of(cls, name: str, text: str, case: Case, *, written: bool) -> Slot:
+    def of(cls, name: str, text: str, case: Case, *, written: bool, added: bool = False) -> Slot:
         """The slot of a tensor spec for a case."""
         spec, problem, static = TensorSpec.parse(text), case.problem, static_sizes(case)
         element = spec.element(problem)
@@ -40,6 +42,7 @@ class Slot:
         return cls(
             name=name,
             written=written,
+            added=added,
             present=spec.present(problem),
             dtype=TORCH_DTYPE[element if element == "i32" or case.device.kind != "cpu" else "fp32"],
             dims=tuple(int(dim) if dim.isdigit() else static.get(dim, dim) for dim in dims),
@@ -55,7 +58,10 @@ class Slot:
 def slots_of(stage: Stage, case: Case) -> tuple[Slot, ...]:
     """The tensor parameters of a stage's kernels: its inputs, then its outputs. Nothing is compiled for them."""
     tensors = {**stage.inputs, **stage.outputs}
-    return tuple(Slot.of(name, text, case, written=name in stage.outputs) for name, text in tensors.items())
+    added = {name for name, when in stage.adds.items() if getattr(case.problem, when)}
+    return tuple(
+        Slot.of(name, text, case, written=name in stage.outputs, added=name in added) for name, text in tensors.items()
+    )
 
 
 class Binary(Protocol):
@@ -92,9 +98,10 @@ class Kernel:
         return self.binary.source
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
-        """Uninitialised outputs; None for those the problem does not have."""
+        """Outputs, uninitialised or zeros that are added to; None for those the problem does not have."""
+        make = {True: torch.zeros, False: torch.empty}
         return [
-            torch.empty(slot.shape(sizes), dtype=slot.dtype, device=device) if slot.present else None
+            make[slot.added](slot.shape(sizes), dtype=slot.dtype, device=device) if slot.present else None
             for slot in self.slots
             if slot.written
         ]

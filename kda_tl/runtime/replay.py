@@ -101,7 +101,8 @@ class Workspace(NamedTuple):
         returned = [value for value in recording.results.values() if value]
         inner = [value for value in recording.values if value.role == "made" and value not in returned]
         sizes = [recording.count_bytes(value) for value in inner]
-        return cls(inner, *place(sizes, [(value.born, value.dies) for value in inner]))
+        # what is added to is zeros from the beginning, so nothing lies there before
+        return cls(inner, *place(sizes, [(0 if value.slot.added else value.born, value.dies) for value in inner]))
 
 
 class Replay:
@@ -136,6 +137,12 @@ class Replay:
         self._given = [s.name for s in given]
         seen = {name: shapes[s] for name, s in wanted.items()} | dict(views or {})
         self._wanted = [(name, seen[name], placeholder(slots[s].dtype, device).new_empty) for name, s in wanted.items()]
+        self._added = [name for name, value in wanted.items() if slots[value].added]
+        self._zeros = [
+            (offset, offset + recording.count_bytes(value))
+            for value, offset in zip(inner, offsets, strict=True)
+            if slots[value].added
+        ]
         self._absent = dict.fromkeys(name for name in recording.results if name not in wanted)
         self._new_bytes = placeholder(torch.uint8, device).new_empty
 
@@ -161,6 +168,10 @@ class Replay:
         for name, shape, new in self._wanted:
             if results[name] is None:
                 results[name] = new(shape)
+        for name in self._added:
+            results[name].zero_()
+        for start, end in self._zeros:
+            workspace[start:end].zero_()
         outer = [arguments[name].data_ptr() for name in self._given]
         outer += [result.data_ptr() for result in results.values()]
         with self._lock:

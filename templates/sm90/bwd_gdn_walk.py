@@ -41,7 +41,7 @@ from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state, prim_func
-from kda_tl.templates.sm90 import bwd_gdn_gradients, bwd_scan
+from kda_tl.templates.sm90 import bwd_gdn_gradients, bwd_heads, bwd_scan
 from kda_tl.templates.sm90.bwd_gdn_scan import find_gradients, take_gradients
 from kda_tl.templates.sm90.bwd_gradients import DEPENDS, TOLERANCE
 from kda_tl.templates.sm90.bwd_gradients import OUTPUTS as GRADIENTS
@@ -55,7 +55,7 @@ from kda_tl.templates.sm90.recurrence import PRODUCER, WARPGROUP, layout_lower, 
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.scan import SCANNED
 from kda_tl.templates.sm90.walk import Walk, alloc_registers
-from kda_tl.templates.sm90.walk_gradients import CONSUMERS, finish_chunk, meet, store_dx
+from kda_tl.templates.sm90.walk_gradients import ADDS, CONSUMERS, finish_chunk, meet, store_dx
 
 INPUTS = {
     **GIVEN,
@@ -69,7 +69,11 @@ INPUTS = {
     **OWNERS,
     **TABLES,
 }
-OUTPUTS = {**GRADIENTS, "dv": SCANNED["dv"], "dh0": SCANNED["dh0"]}
+SHARED = {
+    **dict.fromkeys(("dq", "dk"), "tokens H K : io ? not parted"),
+    **dict.fromkeys(("dq_part", "dk_part"), "tokens HV K : io ? parted"),
+}
+OUTPUTS = {**GRADIENTS, **SHARED, "dv": SCANNED["dv"], "dh0": SCANNED["dh0"]}
 REGISTERS = (232, 40)
 
 
@@ -78,6 +82,9 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     given = Operands(**vars(x) | {"v": x.do, "h0": None})
     scanned = bwd_scan.reference(case, make_factors(case, join_segments(given)))
     found = bwd_gdn_gradients.reference(case, Operands(**vars(x) | {name: scanned[name] for name in ("dv", "dstates")}))
+    if case.problem.grouped and not case.problem.parted:
+        parts = Operands(**{name: found.pop(name) for name in ("dq_part", "dk_part")})
+        found |= bwd_heads.reference(case, parts)
     return found | {name: scanned[name] for name in ("dv", "dh0") if name in scanned}
 
 
@@ -240,12 +247,13 @@ def build(case: Case, config: WalkConfig) -> Any:
         scale,
         lower_bound,
     ):
-        with T.Kernel(NS * heads.HV, threads=CONSUMERS + WARPGROUP) as i_block:
+        prelude = ADDS if p.grouped and not p.parted else None
+        with T.Kernel(NS * heads.HV, threads=CONSUMERS + WARPGROUP, prelude=prelude) as i_block:
             i_s, i_h, _ = split_block(i_block, (NS, heads.HV))
             given = {"q": q, "k": k, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "d_o": d_o, "dht": dht}
             found = {"values": values, "states": states, "ends": ends, "A": A, "Aqk": Aqk, "powers": powers}
             parts = {"dA_log_part": dA_log_part, "ddt_bias_part": ddt_bias_part}
-            written = {"dq": dq_part if p.grouped else dq, "dk": dk_part if p.grouped else dk, "dg": dg, "dbeta": dbeta}
+            written = {"dq": dq_part if p.parted else dq, "dk": dk_part if p.parted else dk, "dg": dg, "dbeta": dbeta}
             tables = {"segments": segments, "owners": segment_sequences, "bounds": bounds}
             x = SimpleNamespace(**given, **found, **parts, **written, **tables, dv=dv, heads=heads)
             first, count = segments[i_s, 0], segments[i_s, 1]
@@ -320,4 +328,5 @@ STAGE = Stage(
     depends=DEPENDS,
     scalars=SCALARS,
     passes=passes,
+    adds={"dq": "grouped", "dk": "grouped"},
 )

@@ -24,6 +24,16 @@ from kda_tl.templates.sm90.walk import BARRIER
 CONSUMERS = GROUPS * WARPGROUP
 
 
+# Sums of two rounded numbers are the same in either order, and zeros do not change the first
+ADDS = r"""
+static __device__ __forceinline__ void add_pairs(void* to, const void* from) {
+  const uint4 x = *reinterpret_cast<const uint4*>(from);
+  asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};"
+               :: "l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+"""
+
+
 def norm_of(powers: Any, slot: Any, m: int, unscale: Any) -> Any:
     """The norm of a token's row, as a function of it: that of q comes with scale."""
     return lambda i: powers[slot, m, i] * unscale
@@ -33,6 +43,19 @@ def norm_of(powers: Any, slot: Any, m: int, unscale: Any) -> Any:
 def meet():
     """All threads that multiply."""
     T.sync_threads(BARRIER, CONSUMERS)
+
+
+@T.macro
+def add_rows(rows, slot, at, to):
+    """Rows of a chunk from shared memory to those of the heads that two value heads share, which began as zeros."""
+    BT, K = rows.shape[1:]
+    thread = T.get_thread_binding()
+    for n in T.unroll(BT * K // 8 // CONSUMERS):
+        i, c = (n * CONSUMERS + thread) // (K // 8), (n * CONSUMERS + thread) % (K // 8) * 8
+        if i < at.count:
+            T.call_extern(
+                "handle", "add_pairs", T.address_of(to[at.start + i, at.i_h, c]), T.address_of(rows[slot, i, c])
+            )
 
 
 @T.macro
@@ -130,6 +153,10 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     round_rows(of_key, tiles.k, slot)
     store_gate(p, x, lower_bound, at, tiles.sums, tiles.parts, powers[slot, LAST, 0])
     meet()
-    store_rows(tiles.q.tile, 0, at, x.dq)
-    store_rows(tiles.k, slot, at, x.dk)
+    if p.grouped and not p.parted:
+        add_rows(tiles.q.tile, 0, at, x.dq)
+        add_rows(tiles.k, slot, at, x.dk)
+    else:
+        store_rows(tiles.q.tile, 0, at, x.dq)
+        store_rows(tiles.k, slot, at, x.dk)
     T.fence_proxy_async()

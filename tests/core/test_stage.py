@@ -127,7 +127,9 @@ def test_specs_can_be_allocated(stage: Stage) -> None:
     assert list(stage.specs) == [*stage.inputs, *stage.outputs]
     assert not set(stage.inputs) & set(stage.outputs), "a tensor is either read or written"
     for name, spec in stage.specs.items():
-        assert spec.when is None or spec.when in names | {"grouped"}, f"{name}: Problem has no field {spec.when}"
+        assert spec.when is None or spec.when in names | {"grouped", "parted"}, (
+            f"{name}: Problem has no field {spec.when}"
+        )
         assert all(n > 0 for n in spec.shape(sizes)) and spec.element(case.problem)
 
 

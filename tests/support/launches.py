@@ -57,7 +57,11 @@ def launch_poisoned(kernel: Kernel, inputs: dict[str, Any], sizes: dict[str, int
         name: guarded(x, fill=False)[0] if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()
     }
-    pairs = [None if out is None else guarded(out, fill=True) for out in kernel.allocate(sizes, device)]
+    written = [slot for slot in kernel.slots if slot.written]  # those that are added to are zeros already
+    pairs = [
+        None if out is None else guarded(out, fill=not slot.added)
+        for slot, out in zip(written, kernel.allocate(sizes, device), strict=True)
+    ]
     kernel.launch(given, [None if pair is None else pair[0] for pair in pairs], device)
     for name, pair in zip(kernel.stage.outputs, pairs, strict=True):
         if pair is not None:
