@@ -33,6 +33,7 @@ class Value:
     slot: Slot  # how the last kernel that used the tensor sees it
     born: int  # number of the launch that makes it
     dies: int = -1  # number of the last launch that uses it
+    added: bool = False  # whether the launch that makes it adds to it
 
 
 class Recording(NamedTuple):
@@ -60,7 +61,7 @@ def trace(flow: Flow, slots: Mapping[str, Sequence[Slot]], sizes: Mapping[str, i
         tensors = []
         for slot in slots[stage.name]:
             role = "absent" if not slot.present else "made" if slot.written else "given"
-            value = Value(slot.name, role, slot, born=number)
+            value = Value(slot.name, role, slot, born=number, added=slot.added)
             if role == "made":
                 environment[slot.name] = value
             elif role == "given":
@@ -102,7 +103,7 @@ class Workspace(NamedTuple):
         inner = [value for value in recording.values if value.role == "made" and value not in returned]
         sizes = [recording.count_bytes(value) for value in inner]
         # what is added to is zeros from the beginning, so nothing lies there before
-        return cls(inner, *place(sizes, [(0 if value.slot.added else value.born, value.dies) for value in inner]))
+        return cls(inner, *place(sizes, [(0 if value.added else value.born, value.dies) for value in inner]))
 
 
 class Replay:
@@ -137,11 +138,11 @@ class Replay:
         self._given = [s.name for s in given]
         seen = {name: shapes[s] for name, s in wanted.items()} | dict(views or {})
         self._wanted = [(name, seen[name], placeholder(slots[s].dtype, device).new_empty) for name, s in wanted.items()]
-        self._added = [name for name, value in wanted.items() if slots[value].added]
+        self._added = [name for name, value in wanted.items() if value.added]
         self._zeros = [
             (offset, offset + recording.count_bytes(value))
             for value, offset in zip(inner, offsets, strict=True)
-            if slots[value].added
+            if value.added
         ]
         self._absent = dict.fromkeys(name for name in recording.results if name not in wanted)
         self._new_bytes = placeholder(torch.uint8, device).new_empty

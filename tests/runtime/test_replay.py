@@ -85,14 +85,15 @@ class FakeKernel:
         }
         given: dict[str, Any] = {name: tensors[name] for name in self.stage.inputs}
         given = {name: x.clone() if x is not None else None for name, x in given.items()}
+        added = {slot.name for slot in self.slots if slot.added}
         for name in self.stage.outputs:
-            if tensors[name] is not None:
+            if tensors[name] is not None and name not in added:
                 tensors[name].fill_(torch.nan)
         numbers_by_name = dict(zip(self.stage.scalars, numbers, strict=True))
         made = self.stage.reference(self.case, Operands(**given, **numbers_by_name))
         for name in self.stage.outputs:
             if tensors[name] is not None:
-                tensors[name].copy_(made[name])
+                tensors[name].copy_(made[name] + tensors[name] if name in added else made[name])
 
 
 def make_replay(flow: Flow, kernels: dict[str, Any], sizes: dict[str, int], views: Any = None) -> Replay:
@@ -177,6 +178,24 @@ def test_what_nobody_wants_dies_as_an_intermediate(seed: int) -> None:
     kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in pipeline.stages}
     plays = [make_replay(pipeline.flow(case.problem, names), kernels, sizes) for names in (("o",), ("o", "h"))]
     assert plays[0].workspace_bytes > plays[1].workspace_bytes > 0
+
+
+def test_what_is_added_to_begins_as_zeros(seed: int) -> None:
+    """Results, also those that are given, and intermediates, whatever was in their memory."""
+    call = draw_call(draw_problem(random.Random(seed), final_state=True), (70, 5), seed)
+    sizes, staged, case = make_layout(call.bounds, 32, WHERE).sizes, PIPELINES["staged"], call.case(CPU, 32, 16)
+    stages = tuple(replace(stage, adds=dict.fromkeys(stage.outputs, "final_state")) for stage in staged.stages)
+    kernels: dict[str, Any] = {s.name: FakeKernel(s, case, sizes) for s in stages}
+    play = make_replay(replace(staged, stages=stages).flow(case.problem, ("o", "ht")), kernels, sizes)
+    play._new_bytes = lambda size: torch.full(size, 255, dtype=torch.uint8)  # no number, in fp32
+    x = {key: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for key, v in call.x.items()}
+    x |= make_layout(call.bounds, 32, WHERE).tables
+    expected, _ = run_references(staged, case, x)
+    assert play.workspace_bytes
+    for given in ({}, {name: torch.full(expected[name].shape, torch.nan) for name in ("o", "ht")}):
+        for name, found in play({**x, **given}).items():
+            assert found is given.get(name, found)
+            torch.testing.assert_close(found, expected[name], rtol=0, atol=0, msg=name)
 
 
 class Token:
