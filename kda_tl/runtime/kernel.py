@@ -99,12 +99,12 @@ class Kernel:
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> list[torch.Tensor | None]:
         """Outputs, uninitialised or zeros that are added to; None for those the problem does not have."""
-        make = {True: torch.zeros, False: torch.empty}
-        return [
-            make[slot.added](slot.shape(sizes), dtype=slot.dtype, device=device) if slot.present else None
-            for slot in self.slots
-            if slot.written
-        ]
+
+        def make(slot: Slot) -> torch.Tensor:
+            new = torch.zeros if slot.added else torch.empty
+            return new(slot.shape(sizes), dtype=slot.dtype, device=device)
+
+        return [make(slot) if slot.present else None for slot in self.slots if slot.written]
 
     def launch(self, tensors: Mapping[str, Any], outputs: Sequence[torch.Tensor | None], device: torch.device) -> None:
         """Writes the outputs. ``tensors`` are the stage's inputs and scalars by name; does not wait for the device."""

@@ -171,8 +171,9 @@ class Replay:
                 results[name] = new(shape)
         for name in self._added:
             results[name].zero_()
-        for start, end in self._zeros:
-            workspace[start:end].zero_()
+        if workspace is not None:
+            for start, end in self._zeros:
+                workspace[start:end].zero_()
         outer = [arguments[name].data_ptr() for name in self._given]
         outer += [result.data_ptr() for result in results.values()]
         with self._lock:
