@@ -30,6 +30,9 @@ DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
 DTYPES = ("bf16", "fp16")
 
 _COMPUTED: dict[str, Any] = {"has_A_log": True, "has_dt_bias": True, "beta": "sigmoid"}
+# Value heads that share a query/key head, where they have a gate each: a forward's kernels are the same for more of
+# them. Of the first of DIMS and of DTYPES
+GROUP = 2
 # How models call the operators: the gate, what it is computed from, and the step size
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "safe", **_COMPUTED},
@@ -75,7 +78,10 @@ def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Ite
     """The problems whose defaults a wheel holds."""
     for dtype, (K, V), (heads, tokens), gate, states in product(DTYPES, dims, SHAPES, GATES, STATES):
         shape: dict[str, Any] = {"H": heads, "HV": heads, "K": K, "V": V, "tokens": tokens, "dtype": dtype}
-        yield Problem(**shape, **gate, **states, l2norm=True, direction=direction)
+        alone = Problem(**shape, **gate, **states, l2norm=True, direction=direction)
+        yield alone
+        if alone.scalar_gate and (dtype, K, V) == (DTYPES[0], *DIMS[0]):
+            yield replace(alone, H=heads // GROUP)
 
 
 def list_steps() -> Iterator[Problem]:

@@ -89,8 +89,12 @@ def test_a_wheel_holds_the_packaged_plans_first_and_then_defaults_of_usual_calls
     assert held >= {(t, *dims, gate) for t in ("bf16", "fp16") for dims in DIMS for gate in ("safe", "softplus", "log")}
     for problem in list_problems("bwd"):  # a call of each finds all that it asks for, with other heads and lengths too
         for HV, tokens in ((problem.HV, problem.tokens), (32, 8192), (16, 4096)):
-            other = replace(problem, H=HV, HV=HV, tokens=tokens, longest=tokens)
+            other = replace(problem, H=HV // problem.group, HV=HV, tokens=tokens, longest=tokens)
             assert {k.digest for k in list_calls(other, devices[0], sources())} <= places.keys()
+    four = [replace(p, H=p.HV // 4) for p in list_problems("fwd") if p.grouped]  # a forward's kernels are the same
+    assert len(four) == 18 and all(
+        {k.digest for k in list_calls(p, devices[0], sources())} <= places.keys() for p in four
+    )
     held_stages = {(k.stage.name, k.case.problem.K) for k in kernels}
     assert held_stages >= {(name, 64) for name in ("fwd_recurrence", "fwd_resume", "bwd_scan", "bwd_resume")}
 
