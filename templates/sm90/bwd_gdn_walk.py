@@ -8,7 +8,8 @@
 
 as bwd_gdn_scan and bwd_gdn_gradients derive them. The gradient of the state stays in registers from chunk to chunk, so
 neither it nor dX comes back from memory. A segment finds its own start: it begins as many chunks later as gates
-remember, and keeps nothing of them; if these are many, with what bwd_gdn_states found at its end. See reach.
+remember, and keeps nothing of them; if these are many, with what bwd_gdn_states found at its end. See reach. Two value
+heads of a query/key head add their rounded dq and dk to zeros; of more each has a part of its own, for bwd_heads.
 
     warps             registers  produce                           consume
     8 multiply        232        dX, dS, then a chunk's gradients  the rings
