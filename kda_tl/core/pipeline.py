@@ -89,7 +89,7 @@ class Pipeline:
         for stage in reversed(self.stages):
             reads, writes = stage.tensors_of(problem)
             if missing.intersection(reads):
-                continue  # of another problem
+                continue  # it sums what this problem does not have
             if needed.intersection(writes).difference(given):
                 stages.insert(0, stage)
                 needed.update(reads)

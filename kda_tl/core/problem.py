@@ -135,8 +135,13 @@ class Problem:
         return self.group > 1
 
     @property
+    def paired(self) -> bool:
+        """Whether two do: their sums are the same in either order, so any block may add its own."""
+        return self.group == 2
+
+    @property
     def parted(self) -> bool:
-        """Whether more than two do: sums of two are the same in either order, so any block may add its own."""
+        """Whether more than two do, each of which has a part of its own where they are summed."""
         return self.group > 2
 
     @property

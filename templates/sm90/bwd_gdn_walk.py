@@ -83,7 +83,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     given = Operands(**vars(x) | {"v": x.do, "h0": None})
     scanned = bwd_scan.reference(case, make_factors(case, join_segments(given)))
     found = bwd_gdn_gradients.reference(case, Operands(**vars(x) | {name: scanned[name] for name in ("dv", "dstates")}))
-    if case.problem.grouped and not case.problem.parted:
+    if case.problem.paired:
         parts = Operands(**{name: found.pop(name) for name in ("dq_part", "dk_part")})
         found |= bwd_heads.reference(case, parts)
     return found | {name: scanned[name] for name in ("dv", "dh0") if name in scanned}
@@ -248,7 +248,7 @@ def build(case: Case, config: WalkConfig) -> Any:
         scale,
         lower_bound,
     ):
-        prelude = ADDS if p.grouped and not p.parted else None
+        prelude = ADDS if p.paired else None
         with T.Kernel(NS * heads.HV, threads=CONSUMERS + WARPGROUP, prelude=prelude) as i_block:
             i_s, i_h, _ = split_block(i_block, (NS, heads.HV))
             given = {"q": q, "k": k, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "d_o": d_o, "dht": dht}
@@ -329,5 +329,5 @@ STAGE = Stage(
     depends=DEPENDS,
     scalars=SCALARS,
     passes=passes,
-    adds={"dq": "grouped", "dk": "grouped"},
+    adds={"dq": "paired", "dk": "paired"},
 )

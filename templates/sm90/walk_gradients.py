@@ -153,7 +153,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     round_rows(of_key, tiles.k, slot)
     store_gate(p, x, lower_bound, at, tiles.sums, tiles.parts, powers[slot, LAST, 0])
     meet()
-    if p.grouped and not p.parted:
+    if p.paired:
         add_rows(tiles.q.tile, 0, at, x.dq)
         add_rows(tiles.k, slot, at, x.dk)
     else:
