@@ -56,7 +56,7 @@ from kda_tl.templates.sm90.recurrence import PRODUCER, WARPGROUP, layout_lower, 
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.scan import SCANNED
 from kda_tl.templates.sm90.walk import Walk, alloc_registers
-from kda_tl.templates.sm90.walk_gradients import ADDS, CONSUMERS, finish_chunk, meet, store_dx
+from kda_tl.templates.sm90.walk_gradients import ADDS, CONSUMERS, finish_chunk, meet, store_dx, store_rest
 
 INPUTS = {
     **GIVEN,
@@ -133,7 +133,7 @@ def alloc_tiles(case):
     values = T.alloc_shared((p.V, BT), io)
     dstate = T.alloc_shared((p.V, p.K), io)
     dx = T.alloc_shared((BT, p.V), io)
-    pairs = T.alloc_shared((2, BT, BT), io)
+    pairs = T.alloc_shared((BT, 2 * BT), io)  # P, then R; what dX loses by its rounding before that
     sums = T.alloc_shared((4, GROUPS, BT), "float32")
     parts = T.alloc_shared((ROWS_AT_ONCE,), "float32")
     db = T.alloc_shared((BT,), "float32")
@@ -198,6 +198,7 @@ def walk(case, config, x, tiles, rings, w, far, scalars):
         rings.pairs.release(one)
         if c >= w.passed:
             store_dx(r.value_io, tiles.dx)
+            store_rest(r.value, r.value_io, tiles.pairs)
             T.fence_proxy_async()
             meet()
         T.wait_wgmma(0)

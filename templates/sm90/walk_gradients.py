@@ -66,6 +66,13 @@ def store_dx(value_io, dx):
 
 
 @T.macro
+def store_rest(value, value_io, rest):
+    """What dX loses by its rounding."""
+    for i, j in T.Parallel(*value.shape):
+        rest[j, i] = T.cast(value[i, j] - T.cast(value_io[i, j], "float32"), rest.dtype)
+
+
+@T.macro
 def dot_tiles(tiles):
     """The product of a chunk's state with its gradient, in parts."""
     V, K = tiles.state.shape
@@ -94,9 +101,9 @@ def compute_pairs(of_q, of_k, tiles, slot):
         seen = T.if_then_else(i > j, decay, 0.0)
         of_k[i, j] = of_k[i, j] * (-powers[slot, KEY_NORM, i] * powers[slot, KEY_NORM, j] * seen)
     for i, j in T.Parallel(BT, BT):
-        pairs[0, i, j] = T.cast(of_q[i, j], pairs.dtype)
+        pairs[i, j] = T.cast(of_q[i, j], pairs.dtype)
     for i, j in T.Parallel(BT, BT):
-        pairs[1, i, j] = T.cast(of_k[i, j], pairs.dtype)
+        pairs[i, BT + j] = T.cast(of_k[i, j], pairs.dtype)
 
 
 @T.macro
@@ -113,6 +120,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     rings.states.wait(own, turn)
     T.wgmma_gemm(tiles.x[slot, :, :], tiles.values, pair_q, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.dx, tiles.values, pair_k, clear_accum=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.pairs, tiles.values, pair_k, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.x[slot, :, :], tiles.state, of_q, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.dx, tiles.state, of_row, clear_accum=True, policy=T.BY_COLUMNS)
     gradient = HeadRows.of(x.dv, at.start, at.i_hv)
@@ -129,16 +137,16 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     T.fence_proxy_async()
     meet()
     T.wgmma_gemm(tiles.values, tiles.dstate, of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
-    T.wgmma_gemm(tiles.pairs[0, :, :], tiles.k[slot, :, :], of_q, policy=T.BY_COLUMNS)
-    T.wgmma_gemm(tiles.pairs[1, :, :], tiles.k[slot, :, :], of_row, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.pairs[:, 0:BT], tiles.k[slot, :, :], of_q, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.pairs[:, BT : 2 * BT], tiles.k[slot, :, :], of_row, policy=T.BY_COLUMNS)
     store_beta(p, x.beta, x.dbeta, tiles.db, at)
     wait_for(of_q, of_row, of_key)
     rings.states.release(own)
     for i, c in T.Parallel(BT, K):
         of_key[i, c] = of_key[i, c] * powers[slot, END, i]
     dot(tiles.k, slot, of_key, tiles.sums, 3)
-    T.wgmma_gemm(tiles.pairs[0, :, :], tiles.q[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
-    T.wgmma_gemm(tiles.pairs[1, :, :], tiles.k[slot, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.pairs[:, 0:BT], tiles.q[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.pairs[:, BT : 2 * BT], tiles.k[slot, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
     dot(tiles.q.tile, 0, of_q, tiles.sums, 0)
     dot(tiles.k, slot, of_row, tiles.sums, 1)
     wait_for(of_key)
