@@ -11,6 +11,9 @@ token's are one number times its row, and the recurrence multiplies with it what
 chunk and head go to memory instead of 48. A bound is the log2 of how much a state, or its gradient, grows in a chunk at
 most: a token's transition has the eigenvalues 1 and 1 - beta |k|^2, times its decay.
 
+Value heads that share a query/key head share its rows, norms and products, which stay in registers while a block makes
+the pairs of one after the other. Where that would leave blocks without work they part a head's value heads.
+
 Blocks that all run at once take chunks in turn, the first of all heads first, and say which are in memory: a recurrence
 begins with the first while later ones are made, see ready.
 Source: as fwd_gdn_prep.
@@ -30,14 +33,26 @@ from kda_tl.templates.common.heads import Heads, divide, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, L2NORM_EPS, RCP_LN2, prim_func
 from kda_tl.templates.sm90 import fwd_prep
-from kda_tl.templates.sm90.fwd_gdn_prep import GdnPrepConfig, prepare, prepare_cost
+from kda_tl.templates.sm90.fwd_gdn_prep import (
+    GdnPrepConfig,
+    Steps,
+    await_pairs,
+    issue_pairs,
+    load_rows,
+    normalise,
+    prepare_cost,
+    scale_pairs,
+    store_inverse,
+    write_pairs,
+)
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
-from kda_tl.templates.sm90.gates import Chunk
+from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
 from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
 from kda_tl.templates.sm90.hopper import BOUNDS, GIVEN, PAIRS, READY, SCALARS, TABLES
-from kda_tl.templates.sm90.powers import GATE, KEY_NORM, QUERY_NORM
+from kda_tl.templates.sm90.powers import END, GATE, KEY_NORM, LAST, QUERY, QUERY_NORM, START
 from kda_tl.templates.sm90.prep import WARPGROUP
 from kda_tl.templates.sm90.ready import announce, withdraw
+from kda_tl.templates.sm90.rows import Keys
 from kda_tl.templates.sm90.warp import sum_warp
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
@@ -74,30 +89,28 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 
 
 @T.macro
-def store_powers(rows, G, factor, at, written):
-    """The powers of a chunk, to memory."""
+def store_powers(G, factor, at, written):
+    """The powers of a chunk, to memory, by the warps that do not substitute."""
     BT = G.shape[0]
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 0, i] = factor[at_k(i)] * T.exp2(G[i])
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 1, i] = factor[at_q(i)] * T.exp2(G[i])
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 2, i] = factor[at_k(i)] * T.exp2(G[BT - 1] - G[i])
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, 3, i] = T.exp2(G[BT - 1])
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, GATE, i] = G[i]
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, QUERY_NORM, i] = factor[at_q(i)]
-    for i in T.Parallel(BT):
-        written.powers[at.i_t, at.i_hv, KEY_NORM, i] = factor[at_k(i)]
+    i = T.get_thread_binding() - BT
+    if i >= 0:
+        powers = written.powers
+        last = T.exp2(G[BT - 1])
+        own = T.exp2(G[i])
+        powers[at.i_t, at.i_hv, START, i] = factor[at_k(i)] * own
+        powers[at.i_t, at.i_hv, QUERY, i] = factor[at_q(i)] * own
+        powers[at.i_t, at.i_hv, END, i] = factor[at_k(i)] * T.exp2(G[BT - 1] - G[i])
+        powers[at.i_t, at.i_hv, LAST, i] = last
+        powers[at.i_t, at.i_hv, GATE, i] = G[i]
+        powers[at.i_t, at.i_hv, QUERY_NORM, i] = factor[at_q(i)]
+        powers[at.i_t, at.i_hv, KEY_NORM, i] = factor[at_k(i)]
 
 
 @T.macro
 def store_bound(keys, G, at, written):
-    """The chunk's bound, by the first warp; the diagonal of pairs of keys is beta |k|^2."""
-    lane, growth = T.get_thread_binding(), T.alloc_local((1,), "float32")
-    if lane < 32:
+    """The chunk's bound, by the last warp; the diagonal of pairs of keys is beta |k|^2."""
+    lane, growth = T.get_thread_binding() - (WARPGROUP - 32), T.alloc_local((1,), "float32")
+    if lane >= 0:
         growth[0] = 0.0
         for n in T.unroll(2):
             kept = T.abs(1.0 - keys[lane + 32 * n, lane + 32 * n])
@@ -106,6 +119,108 @@ def store_bound(keys, G, at, written):
         if lane == 0:
             bound = G[G.shape[0] - 1] + growth[0]
             written.bounds[at.i_t, at.i_hv] = T.if_then_else(bound < ENDLESS, bound, ENDLESS)  # of what is no number
+
+
+@dataclass(frozen=True)
+class Work:
+    """A chunk, a query/key head, the first value head and how many."""
+
+    i_t: Any
+    i_h: Any
+    first: Any
+    count: Any
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Chunks, query/key heads, value heads of each, and in how many parts those are done; without groups no parts."""
+
+    NT: Any
+    heads: Any
+    group: Any = 1
+    parts: Any = None
+
+    @property
+    def units(self) -> Any:
+        """Of a chunk."""
+        return self.heads if self.parts is None else self.heads * self.parts
+
+    def find(self, i: Any) -> Work:
+        """Macro: what is done in a turn."""
+        return _find_head(i, self) if self.parts is None else _find_part(i, self)
+
+
+@T.macro
+def share_work(heads, NT, blocks):
+    """Parts as many as blocks have work for, one if there is enough."""
+    total = T.alloc_var("int32")
+    total = heads.HV  # or the size would get the name of divide's parameter
+    group, _ = divide(total, (heads.H,))
+    share, _ = divide(blocks + 0, (NT * heads.H,))
+    parts = T.alloc_var("int32")
+    parts = T.max(1, T.min(share, group))
+    return Shares(NT, heads.H, group, parts)
+
+
+@T.macro
+def _find_head(i, shares):
+    i_t, i_h, _ = split_block(i, (shares.NT, shares.heads))
+    return Work(i_t, i_h, i_h, 1)
+
+
+@T.macro
+def _find_part(i, shares):
+    i_t, i_unit, _ = split_block(i, (shares.NT, shares.units))
+    i_h, part = divide(i_unit, (shares.parts,))
+    begin, _ = divide(part * shares.group, (shares.parts,))
+    end, _ = divide((part + 1) * shares.group, (shares.parts,))
+    return Work(i_t, i_h, i_h * shares.group + begin, end - begin)
+
+
+@T.macro
+def read_head(x, at, BT, raw_gate, raw_step):
+    """Gates and steps of a value head, a token a thread, before they are needed."""
+    thread = T.get_thread_binding()
+    if thread < BT:
+        raw_gate[0] = T.if_then_else(thread < at.count, x.g[at.start + thread, at.i_hv, 0], 0)
+        raw_step[0] = T.if_then_else(thread < at.count, x.beta[at.start + thread, at.i_hv], 0)
+
+
+@T.macro
+def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
+    """A turn: pairs of value heads that share a query/key head."""
+    p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
+    scale, lower_bound = scalars
+    thread = T.get_thread_binding()
+    start, count = chunk_tokens[work.i_t, 0], chunk_tokens[work.i_t, 1]
+    rows = T.alloc_shared((2, BT, KP), "bfloat16")
+    load_rows(x.q, start, count, work.i_h, rows, 0)
+    load_rows(x.k, start, count, work.i_h, rows, 1)
+    raw_gate = T.alloc_local((1,), x.g.dtype)
+    raw_step = T.alloc_local((1,), x.beta.dtype)
+    read_head(x, Chunk(work.i_t, work.first, work.i_h, start, count), BT, raw_gate, raw_step)
+    half = T.alloc_shared((1,), f32)
+    G = T.alloc_shared((BT,), f32)
+    factor = T.alloc_shared((3 * BT,), f32)
+    b_factor = Steps(factor)
+    normalise(p, rows, None, factor, scale, count)
+    tiles = issue_pairs(rows)
+    await_pairs(tiles)
+    scale_pairs(tiles, factor)
+    queries = T.alloc_shared((BT, BT + 8), "bfloat16")  # these two in the place of rows
+    keys = T.alloc_shared((BT, BT + 4), f32)
+    for m in T.serial(work.count):
+        at = Chunk(work.i_t, work.first + m, work.i_h, start, count)
+        if thread < BT:
+            factor[b_factor.first + thread] = T.if_then_else(thread < count, find_step(p, raw_step[0]), 0.0)
+        sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G, raw_gate)
+        if m + 1 < work.count:
+            read_head(x, Chunk(work.i_t, work.first + m + 1, work.i_h, start, count), BT, raw_gate, raw_step)
+        store_powers(G, factor, at, written)
+        write_pairs(tiles, G, b_factor, queries, keys)
+        store_bound(keys, G, at, written)
+        store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
+        announce(ready, at.i_t, at.i_hv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +250,25 @@ class PairsConfig(GdnPrepConfig):
 
 
 def build(case: Case, config: PairsConfig) -> Any:
-    """The kernel: thread blocks take (chunk, value head) in turn."""
-    heads = Heads.of(case.problem)
+    """The kernel: thread blocks take (chunk, query/key head) in turn, or a part of its value heads."""
+    p, heads = case.problem, Heads.of(case.problem)
     tokens, NT = T.dynamic("tokens"), T.dynamic("NT")
+    most = case.device.num_sms * config.resident
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
     def fwd_gdn_pairs(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, powers, bounds, ready, scale, lower_bound):
-        blocks = T.min(NT * heads.HV, case.device.num_sms * config.resident)
+        blocks = T.min(NT * heads.HV, most)
         with T.Kernel(blocks, threads=WARPGROUP) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
             given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
             written = SimpleNamespace(A=A, Aqk=Aqk, powers=powers, bounds=bounds)
-            turns, _ = divide(NT * heads.HV - i_block + blocks - 1, (blocks,))
-            withdraw(ready, (NT, heads.HV), i_block, blocks, turns)
+            shares = share_work(heads, NT, blocks) if p.grouped else Shares(NT, heads.HV)
+            turns, _ = divide(NT * shares.units - i_block + blocks - 1, (blocks,))
+            withdraw(ready, shares, i_block, blocks, turns)
             T.pdl_trigger()
             for n in T.serial(turns):
-                i_t, i_hv, _ = split_block(i_block + n * blocks, (NT, heads.HV))
-                at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
-                prepare(case, given, at, (scale, lower_bound), (store_powers, store_bound), written)
-                announce(ready, i_t, i_hv)
+                work = shares.find(i_block + n * blocks)
+                make_pairs(case, given, work, chunk_tokens, (scale, lower_bound), written, ready)
 
     return fwd_gdn_pairs
 

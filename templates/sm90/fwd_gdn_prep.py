@@ -14,7 +14,7 @@ and the inverse are fwd_prep's.
     normalise        four: a sub-chunk's rows each, by mma    q and k have come
     issue_pairs      all, by wgmma                            norms written
     store_factors    all
-    finish_pairs     all: in registers, then written          rows have been read
+    write_pairs      all: of later keys the later rows        rows have been read
     substitute       two: a thread a column                   pairs written
     store_queries    two more: Aqk to memory                    the same
     invert           four, by mma                             blocks written
@@ -27,7 +27,8 @@ and the inverse are fwd_prep's.
     keys: L            none                   fp32    the same
     inverse            none                   bf16    shared memory
 
-Both products of a token with an earlier one lie in the same place of one thread, so their power is computed once.
+Both products of a token with an earlier one lie in the same place of one thread, so their power is computed once. Later
+keys of earlier rows belong to two warps that have nothing to write there: these substitute.
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j) is taken out of the products.
 """
 
@@ -91,17 +92,43 @@ class GdnPrepConfig(HopperConfig):
         return max(2 * BT * case.problem.KP * 2, pairs + inverse) + 9 * BT * 4
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Step sizes of a chunk, in one tensor with the factors of its rows, behind them.
+
+    By themselves the factors would not outlive their last use, while other warps still read them: TileLang 0.1.15 then
+    gives their place to another tensor, in a loop's body too, though the body's next turn reads them.
+    """
+
+    factor: Any  # [3 BT]
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Tokens."""
+        return (self.factor.shape[0] // 3,)
+
+    @property
+    def first(self) -> int:
+        """Where they begin."""
+        return 2 * self.shape[0]
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.factor[self.first + i]
+
+
 @T.macro
-def normalise(p, rows, raw_beta, b_factor, factor, scale, count):
+def normalise(p, rows, raw_beta, factor, scale, count):
     """What rows are multiplied with, and step sizes, once the rows have come."""
     T.ptx_wait_group(0)
     T.sync_threads()
-    for i in T.Parallel(b_factor.shape[0]):
-        b_factor[i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
+    first = Steps(factor).first
+    if raw_beta is not None:
+        for i in T.Parallel(first // 2):
+            factor[first + i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
     if p.l2norm:
         find_norms(Interleaved(rows), T.get_thread_binding() // 32 * 32, factor, scale)
     else:
-        for r in T.Parallel(factor.shape[0]):
+        for r in T.Parallel(first):
             factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
     T.fence_proxy_async()
     T.sync_threads()
@@ -109,32 +136,79 @@ def normalise(p, rows, raw_beta, b_factor, factor, scale, count):
 
 @T.macro
 def issue_pairs(rows):
-    """Products of rows of q, and of rows of k, with keys, on their way."""
+    """Products of rows of q, and of rows of k, with halves of the keys, on their way."""
     BT = rows.shape[1]
-    tiles = [T.alloc_fragment((BT, BT), "float32") for _ in range(2)]
-    for m in list(range(2)):  # of numbers: a loop over tiles gives all of them its variable's name
-        T.wgmma_gemm(rows[m, :, :], rows[1, :, :], tiles[m], transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
+    HALF = BT // 2
+    tiles = [[T.alloc_fragment((BT, HALF), "float32") for _ in range(2)] for _ in range(2)]
+    for m in list(range(2)):
+        for h in list(range(2)):
+            T.wgmma_gemm(
+                rows[m, :, :],
+                rows[1, h * HALF : (h + 1) * HALF, :],
+                tiles[m][h],
+                transpose_B=True,
+                clear_accum=True,
+                policy=T.BY_ROWS,
+            )
     return tiles
 
 
 @T.macro
-def finish_pairs(tiles, G, factor, b_factor, queries, keys):
-    """Aqk, rounded, and L, from such products. Of L what lies above the diagonal is never read."""
-    of_q, of_k = tiles
-    BT = G.shape[0]
+def await_pairs(tiles):
+    """Until products of rows are there, and rows have been read."""
     T.wait_wgmma(0)
-    T.warpgroup_fence_operand(of_q, num_regs=BT // 2)
-    T.warpgroup_fence_operand(of_k, num_regs=BT // 2)
-    for i, j in T.Parallel(BT, BT):
-        decay = T.if_then_else(i >= j, T.exp2(G[i] - G[j]), 0.0) * factor[at_k(j)]
-        of_q[i, j] = of_q[i, j] * (factor[at_q(i)] * decay)
-        step = T.if_then_else(i // BC == j // BC, b_factor[i], 1.0)  # of others invert takes care
-        of_k[i, j] = of_k[i, j] * (factor[at_k(i)] * step * decay)
-    T.sync_threads()  # rows have been read
-    for i, j in T.Parallel(BT, BT):
-        queries[i, j] = T.cast(of_q[i, j], queries.dtype)
-    for i, j in T.Parallel(BT, BT):
-        keys[i, j] = of_k[i, j]
+    for m in list(range(2)):
+        for h in list(range(2)):
+            T.warpgroup_fence_operand(tiles[m][h], num_regs=tiles[m][h].shape[1] // 2)
+    T.sync_threads()
+
+
+@T.macro
+def scale_half(of_q, of_k, first, factor):
+    """Norms and the scale of half of the keys, from ``first`` on."""
+    for i, j in T.Parallel(*of_q.shape):
+        of_q[i, j] = of_q[i, j] * (factor[at_q(i)] * factor[at_k(j + first)])
+    for i, j in T.Parallel(*of_k.shape):
+        of_k[i, j] = of_k[i, j] * (factor[at_k(i)] * factor[at_k(j + first)])
+
+
+@T.macro
+def scale_pairs(tiles, factor):
+    """What value heads that share rows share of their pairs, but for the half that write_pairs passes over."""
+    half = T.alloc_var("int32")
+    scale_half(tiles[0][0], tiles[1][0], 0, factor)
+    half = T.get_thread_binding() // (WARPGROUP // 2)
+    if half > 0:
+        scale_half(tiles[0][1], tiles[1][1], tiles[0][1].shape[1], factor)
+
+
+@T.macro
+def write_half(of_q, of_k, first, G, b_factor, queries, keys):
+    """Half of the keys, from ``first`` on."""
+    decay = T.alloc_fragment(of_q.shape, "float32")
+    for i, j in T.Parallel(*of_q.shape):
+        decay[i, j] = T.exp2(G[i] - G[j + first])
+    for i, j in T.Parallel(*of_q.shape):  # apart, or each thread would read G under a condition, number by number
+        decay[i, j] = T.if_then_else(i >= j + first, decay[i, j], 0.0)
+    for i, j in T.Parallel(*of_q.shape):
+        queries[i, j + first] = T.cast(of_q[i, j] * decay[i, j], queries.dtype)
+    for i, j in T.Parallel(*of_q.shape):
+        step = T.if_then_else(i // BC == (j + first) // BC, b_factor[i], 1.0)  # of others invert takes care
+        keys[i, j + first] = of_k[i, j] * (step * decay[i, j])
+
+
+@T.macro
+def write_pairs(tiles, G, b_factor, queries, keys):
+    """Aqk, rounded, and L of a value head, from scaled products, which stay.
+
+    Later keys of earlier rows are never read, nor what of L lies above the diagonal. Warps of these rows substitute.
+    """
+    HALF = G.shape[0] // 2
+    write_half(tiles[0][0], tiles[1][0], 0, G, b_factor, queries, keys)
+    half = T.alloc_var("int32")
+    half = T.get_thread_binding() // (WARPGROUP // 2)
+    if half > 0:  # a condition on threads by itself would part the tile between these
+        write_half(tiles[0][1], tiles[1][1], HALF, G, b_factor, queries, keys)
     T.sync_threads()
 
 
@@ -204,8 +278,7 @@ def store_inverse(keys, queries, b_factor, at, A, Aqk):
 def prepare(case, x, at, scalars, store, written):
     """A kernel's body. ``x`` are the tensors that are given, ``scalars`` the scale and the gate's lower bound.
 
-    ``store`` are macros that write to some of ``written``: one what is known of rows when their norms and gates are,
-    and one, or None, what is known of keys when their pairs are.
+    ``store`` is a macro that writes to some of ``written`` what is known of rows when their norms and gates are.
     """
     p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
     scale, lower_bound = scalars
@@ -218,16 +291,16 @@ def prepare(case, x, at, scalars, store, written):
     half = T.alloc_shared((1,), f32)
     G = T.alloc_shared((BT,), f32)
     sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G)
-    factor = T.alloc_shared((2 * BT,), f32)
-    b_factor = T.alloc_shared((BT,), f32)
-    normalise(p, rows, raw_beta, b_factor, factor, scale, at.count)
+    factor = T.alloc_shared((3 * BT,), f32)
+    b_factor = Steps(factor)
+    normalise(p, rows, raw_beta, factor, scale, at.count)
     tiles = issue_pairs(rows)
-    store[0](rows, G, factor, at, written)
+    store(rows, G, factor, at, written)
     queries = T.alloc_shared((BT, BT + 8), "bfloat16")  # these two in the place of rows
     keys = T.alloc_shared((BT, BT + 4), f32)
-    finish_pairs(tiles, G, factor, b_factor, queries, keys)
-    if store[1] is not None:
-        store[1](keys, G, at, written)
+    await_pairs(tiles)
+    scale_pairs(tiles, factor)
+    write_pairs(tiles, G, b_factor, queries, keys)
     store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
 
 
@@ -244,7 +317,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
             at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
             given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
             written = SimpleNamespace(A=A, Aqk=Aqk, k_neg=k_neg, qg=qg, kg=kg, decay=decay)
-            prepare(case, given, at, (scale, lower_bound), (store_factors, None), written)
+            prepare(case, given, at, (scale, lower_bound), store_factors, written)
 
     return fwd_gdn_prep
 

@@ -122,10 +122,11 @@ def sum_gates(gate, raw, count, slope, decay_scale, bias, local, middle, total):
 
 
 @T.macro
-def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G):
+def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G, given=None):
     """Sums ``G`` of a chunk's log2 decays, of a gate that channels share, a thread a token.
 
-    Past the end nothing is added. ``G`` and ``half``, room for the sum of 32 tokens, lie in shared memory.
+    Past the end nothing is added. ``G`` and ``half``, room for the sum of 32 tokens, lie in shared memory. ``given`` is
+    what a thread has read of ``g`` before, or None.
 
     A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
     """
@@ -135,8 +136,10 @@ def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G):
     if thread < BT:
         slope[0] = gate.slope(A_log, at.i_hv)
         slope[1] = gate.decay_scale(slope[0], lower_bound)
-        raw = T.cast(T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0), "float32")
-        step = gate.log2_decay(raw, slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0)
+        raw = T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0) if given is None else given[0]
+        step = gate.log2_decay(
+            T.cast(raw, "float32"), slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0
+        )
         total[0] = T.if_then_else(thread < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
         sum_before(total)
         if thread == 31:

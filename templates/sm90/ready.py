@@ -12,7 +12,6 @@ in a workspace with one that the reader writes; fwd_gdn_pairs has none.
 
 from __future__ import annotations
 
-from kda_tl.templates.common.heads import split_block
 from kda_tl.templates.common.language import T
 
 # TileLang 0.1.15 has no fence between what threads wrote to memory and what the tensor memory accelerator reads there
@@ -28,12 +27,13 @@ static __device__ __forceinline__ void await_flag(const float* flag) {
 
 
 @T.macro
-def withdraw(ready, extents, i_block, blocks, turns):
-    """No chunk of a block's is ready."""
+def withdraw(ready, shares, i_block, blocks, turns):
+    """No chunk of a block's is ready; ``shares`` tell what is done in a turn."""
     for n in T.serial(turns):
-        if T.get_thread_binding() == n % 128:
-            i_t, i_h, _ = split_block(i_block + n * blocks, extents)
-            ready[i_t, i_h] = 0.0
+        work = shares.find(i_block + n * blocks)
+        for m in T.serial(work.count):
+            if T.get_thread_binding() == (n * work.count + m) % 128:
+                ready[work.i_t, work.first + m] = 0.0
     T.call_extern("handle", "__threadfence")
     T.sync_threads()
 

@@ -85,6 +85,24 @@ def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: in
 
 
 @needs_compiler
+@pytest.mark.rest(draws=2)
+@pytest.mark.parametrize("num_sms", (1, 8, 30), ids=["whole", "of one and two", "one by one"])
+def test_pairs_of_value_heads_that_blocks_part(num_sms: int, seed: int) -> None:
+    """Three share a head, of which there are eight in the chunks: for two, 16 and up to 24 blocks.
+
+    Of 128 channels: what is made of one head then has room enough to lie where the next must find something.
+    """
+    stage, device = templates.load("fwd_gdn_pairs"), dataclasses.replace(H200, num_sms=num_sms)
+    given = {**family_of("gdn"), "dtype": "bf16", "K": 128, "V": 64}
+    problem = draw_problem(random.Random(seed), H=2, HV=6, intermediate_states=False, **given)
+    call = draw_call(problem, (1, 0, 40, 64, 20), seed)
+    _, ((_, inputs), *_) = run_references(PIPELINES["gdn_pairs"], call.case(H200, 64, 16), call.tensors(64))
+    bare = Case(problem=problem.without_lengths(), device=device, BT=64, BC=16)
+    errors = stage_errors(EmulatedKernel(stage, bare, stage.default(bare)), inputs, sizes_of(call, 64))
+    assert max(errors.values()) < stage.tolerance["bf16"], f"{errors} {problem.key}"
+
+
+@needs_compiler
 @pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("l2norm", (False, True))
 def test_bounds_of_pairs_are_right_one_by_one(l2norm: bool, seed: int) -> None:
