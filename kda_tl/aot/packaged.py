@@ -30,9 +30,9 @@ DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
 DTYPES = ("bf16", "fp16")
 
 _COMPUTED: dict[str, Any] = {"has_A_log": True, "has_dt_bias": True, "beta": "sigmoid"}
-# Value heads that share a query/key head, where they have a gate each: a forward's kernels are the same for more of
-# them. Of the first of DIMS and of DTYPES
-GROUP = 2
+# Of heads that have a gate each, for the first of DIMS and of DTYPES: value heads that share a query/key head, a
+# forward's kernels being the same for more of them, and short sequences, which fill a GPU with one kernel at a time
+GROUP, SEQUENCES = 2, 8
 # How models call the operators: the gate, what it is computed from, and the step size
 GATES: tuple[dict[str, Any], ...] = (
     {"gate": "safe", **_COMPUTED},
@@ -82,6 +82,9 @@ def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Ite
         yield alone
         if alone.scalar_gate and (dtype, K, V) == (DTYPES[0], *DIMS[0]):
             yield replace(alone, H=heads // GROUP)
+            if (heads, tokens) == SHAPES[-1]:
+                short = {"sequences": SEQUENCES, "longest": tokens // SEQUENCES}
+                yield from (replace(alone, H=H, **short) for H in (heads, heads // GROUP))
 
 
 def list_steps() -> Iterator[Problem]:

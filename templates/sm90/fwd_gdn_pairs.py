@@ -36,6 +36,7 @@ from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_gdn_prep import (
     GdnPrepConfig,
     Steps,
+    alloc_pairs,
     await_pairs,
     issue_pairs,
     load_rows,
@@ -51,7 +52,7 @@ from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
 from kda_tl.templates.sm90.hopper import BOUNDS, GIVEN, PAIRS, READY, SCALARS, TABLES
 from kda_tl.templates.sm90.powers import END, GATE, KEY_NORM, LAST, QUERY, QUERY_NORM, START
 from kda_tl.templates.sm90.prep import WARPGROUP
-from kda_tl.templates.sm90.ready import announce, withdraw
+from kda_tl.templates.sm90.ready import announce, overlap, withdraw
 from kda_tl.templates.sm90.rows import Keys
 from kda_tl.templates.sm90.warp import sum_warp
 
@@ -207,8 +208,7 @@ def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
     tiles = issue_pairs(rows)
     await_pairs(tiles)
     scale_pairs(tiles, factor)
-    queries = T.alloc_shared((BT, BT + 8), "bfloat16")  # these two in the place of rows
-    keys = T.alloc_shared((BT, BT + 4), f32)
+    queries, keys = alloc_pairs(BT)  # in the place of rows
     for m in T.serial(work.count):
         at = Chunk(work.i_t, work.first + m, work.i_h, start, count)
         if thread < BT:
@@ -238,8 +238,8 @@ class PairsConfig(GdnPrepConfig):
 
     @classmethod
     def default(cls, case: Case) -> Config:
-        """Two on a multiprocessor run beside a recurrence; in a backward nothing does."""
-        if case.problem.direction == "bwd":
+        """Two on a multiprocessor run beside a recurrence, if it can; in a backward nothing does."""
+        if case.problem.direction == "bwd" or not overlap(case):
             return cls.alone(case)
         return first_valid(case, *(cls(blocks=n) for n in (4, 3, 2)))
 

@@ -14,11 +14,12 @@ and the inverse are fwd_prep's.
     normalise        four: a sub-chunk's rows each, by mma    q and k have come
     issue_pairs      all, by wgmma                            norms written
     store_factors    all
-    write_pairs      all: of later keys the later rows        rows have been read
+    scale_pairs      all: of later keys the later rows        rows have been read
+    write_pairs      the same
     substitute       two: a thread a column                   pairs written
-    store_queries    two more: Aqk to memory                    the same
+    store_lower      two more: Aqk to memory                  the same
     invert           four, by mma                             blocks written
-    the end          all: A to memory                         inverse written
+    store_lower      all: A to memory                         inverse written
 
     tensor             exponent               dtype   where it lives
     G, up, down        from the chunk's ends  fp32    shared memory
@@ -88,7 +89,7 @@ class GdnPrepConfig(HopperConfig):
     def smem_bytes(self, case: Case) -> int:
         """Rows, or in their place pairs and the inverse, and numbers of rows."""
         BT = case.BT
-        pairs, inverse = BT * (3 * BT + 16) * 2, BT * (BT + 3 * (BC + 8)) * 2
+        pairs, inverse = BT * (3 * BT + 24) * 2, BT * (BT + 8 + 3 * (BC + 8)) * 2
         return max(2 * BT * case.problem.KP * 2, pairs + inverse) + 9 * BT * 4
 
 
@@ -242,21 +243,36 @@ def load_rows(x, start, count, i_head, rows, n):
 
 
 @T.macro
-def store_queries(queries, thread, at, Aqk):
-    """Aqk to where it belongs, by 64 threads."""
-    LOWER, HALF = Aqk.shape[2:]
-    for n in T.unroll(LOWER // 16):
-        i = n * 16 + thread // 4
-        j = thread % 4 * 8
+def alloc_pairs(BT):
+    """Rows of Aqk and of L, padded so that their tokens lie in different banks."""
+    queries = T.alloc_shared((BT, BT + 8), "bfloat16")
+    keys = T.alloc_shared((BT, BT + 8), "float32")
+    return queries, keys
+
+
+@T.macro
+def store_lower(tile, thread, threads, at, to):
+    """A tile, but for later keys of earlier rows, to where it belongs, by some threads.
+
+    Eight threads take half of two rows each. Neighbouring rows of 144 bytes would share banks, every fourth do not.
+    """
+    LOWER, HALF = to.shape[2:]
+    quad, rows = thread // 4, threads // 4
+    i = T.alloc_var("int32")
+    i = quad // 8 * 8 + quad % 2 * 4 + quad % 8 // 2
+    T.assume((i >= 0) & (i < rows))
+    j = thread % 4 * 8
+    for n in T.unroll(LOWER // rows):
+        later = n * rows // (2 * HALF) * HALF  # rows that have no earlier keys here
         for e in T.vectorized(8):
-            Aqk[at.i_t, at.i_hv, i, j + e] = queries[i - i // (2 * HALF) * HALF, i // (2 * HALF) * HALF + j + e]
+            to[at.i_t, at.i_hv, n * rows + i, j + e] = tile[n * rows - later + i, later + j + e]
 
 
 @T.macro
 def store_inverse(keys, queries, b_factor, at, A, Aqk):
     """Aqk and A of a chunk; its pairs have been written by all threads."""
     BT, io, thread = b_factor.shape[0], A.dtype, T.get_thread_binding()
-    inverse = T.alloc_shared((BT, BT), io)
+    inverse = T.alloc_shared((BT, BT + 8), io)
     block_rows = T.alloc_shared((BT, BC + 8), io)
     block_columns = T.alloc_shared((BT, BC + 8), io)
     for i, j in T.Parallel(BT, BT):
@@ -265,13 +281,11 @@ def store_inverse(keys, queries, b_factor, at, A, Aqk):
     if thread < BT:
         substitute(keys, b_factor, block_rows, block_columns, inverse, thread)
     else:
-        store_queries(queries, thread - BT, at, Aqk)
+        store_lower(queries, thread - BT, WARPGROUP - BT, at, Aqk)
     T.sync_threads()
     invert(keys, b_factor, block_rows, block_columns, inverse, WARPGROUP)
     T.sync_threads()
-    LOWER, HALF = A.shape[2:]
-    for i, j in T.Parallel(LOWER, HALF):
-        A[at.i_t, at.i_hv, i, j] = inverse[i - i // BT * HALF, i // BT * HALF + j]
+    store_lower(inverse, thread, WARPGROUP, at, A)
 
 
 @T.macro
@@ -296,8 +310,7 @@ def prepare(case, x, at, scalars, store, written):
     normalise(p, rows, raw_beta, factor, scale, at.count)
     tiles = issue_pairs(rows)
     store(rows, G, factor, at, written)
-    queries = T.alloc_shared((BT, BT + 8), "bfloat16")  # these two in the place of rows
-    keys = T.alloc_shared((BT, BT + 4), f32)
+    queries, keys = alloc_pairs(BT)  # in the place of rows
     await_pairs(tiles)
     scale_pairs(tiles, factor)
     write_pairs(tiles, G, b_factor, queries, keys)

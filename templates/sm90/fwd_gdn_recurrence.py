@@ -39,7 +39,7 @@ from kda_tl.templates.sm90.powers import (
     reject_rows,
     take_powers,
 )
-from kda_tl.templates.sm90.ready import FENCES, await_chunk
+from kda_tl.templates.sm90.ready import FENCES, await_chunk, overlap
 from kda_tl.templates.sm90.recurrence import (
     ROWS,
     STORES,
@@ -207,9 +207,8 @@ def build(case: Case, config: GdnRecurrenceConfig) -> Any:
 
 
 def default(case: Case) -> Config:
-    """64 channels a block beside fwd_gdn_pairs; 128 where all heads' blocks of 64 are more than the multiprocessors."""
-    p = case.problem
-    wide = p.HV * (p.V // ROWS) > case.device.num_sms
+    """64 channels a block beside fwd_gdn_pairs, 128 after it."""
+    wide = not overlap(case)
     wider = [GdnRecurrenceConfig(BV=2 * ROWS if wide else ROWS, num_stages=n, shares=False) for n in (3, 2)]
     return first_valid(case, *([] if wide else [GdnRecurrenceConfig()]), *wider, GdnRecurrenceConfig(shares=False))
 

@@ -12,7 +12,9 @@ in a workspace with one that the reader writes; fwd_gdn_pairs has none.
 
 from __future__ import annotations
 
+from kda_tl.core.stage import Case
 from kda_tl.templates.common.language import T
+from kda_tl.templates.sm90.recurrence import ROWS
 
 # TileLang 0.1.15 has no fence between what threads wrote to memory and what the tensor memory accelerator reads there
 FENCES = r"""
@@ -24,6 +26,17 @@ static __device__ __forceinline__ void await_flag(const float* flag) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 """
+
+
+def overlap(case: Case) -> bool:
+    """Whether makers run best beside readers: these, of 64 value channels a block, find a multiprocessor each at once.
+
+    More of them would come in turns, after the maker too. Then both are faster alone, with all of a multiprocessor's
+    registers. Sequences count as if all were as long as the longest.
+    """
+    p = case.problem
+    sequences = max(1, p.tokens // max(1, p.longest))
+    return p.HV * (p.V // ROWS) * sequences <= case.device.num_sms
 
 
 @T.macro
