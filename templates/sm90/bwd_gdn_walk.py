@@ -23,7 +23,7 @@ heads of a query/key head add their rounded dq and dk to zeros; of more each has
 
     tensor            dtype  where it lives
     dS^T              fp32   registers, and rounded beside it, and in shared memory
-    dX                bf16   shared memory
+    dX                bf16   shared memory; what it loses by that, where P and R will be, for dbeta
     P, R              bf16   shared memory
     dq, row, key      fp32   registers
 Source: autograd of Gated Delta Networks, arXiv:2412.06464, section 3.3.

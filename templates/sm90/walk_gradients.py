@@ -120,6 +120,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     rings.states.wait(own, turn)
     T.wgmma_gemm(tiles.x[slot, :, :], tiles.values, pair_q, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.dx, tiles.values, pair_k, clear_accum=True, policy=T.BY_COLUMNS)
+    # Whole tiles: of rows of values, which lie in panels of columns, TileLang 0.1.15 takes the next rows for a panel
     T.wgmma_gemm(tiles.pairs, tiles.values, pair_k, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.x[slot, :, :], tiles.state, of_q, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.dx, tiles.state, of_row, clear_accum=True, policy=T.BY_COLUMNS)
