@@ -111,7 +111,7 @@ def pose(operator: RecurrentOperator, a: Args) -> Problem:
         tokens=B * T,
         sequences=count_sequences(a),
         longest=T if a.cu_seqlens is None else -(-T // max(1, count_sequences(a))),  # lengths are on the device
-        dtype=NAME_OF_DTYPE[a.q.dtype],
+        dtype=NAME_OF_DTYPE[a.v.dtype],
         g_dtype=NAME_OF_DTYPE[gates[0].dtype] if gates else "",
         beta_dtype="" if a.beta is None else NAME_OF_DTYPE[a.beta.dtype],
         gate=gate,
@@ -180,7 +180,7 @@ def _check_tensors(a: Args, scalar_gate: bool) -> None:
             raise InputError(f"{name} is on {x.device} but q is on {a.q.device}: move them to one device.")
     if a.q.device.type not in ("cpu", "cuda"):
         raise InputError(f"tensors must be on a CUDA device or the CPU, got {a.q.device}.")
-    for name, like in (("k", "q"), ("v", "q"), ("out", "v"), ("gk", "g"), ("gv", "g"), ("gv", "gk")):
+    for name, like in (("out", "v"), ("gk", "g"), ("gv", "g"), ("gv", "gk")):
         x, y = getattr(a, name), getattr(a, like)
         if x is not None and y is not None and x.dtype != y.dtype:
             raise InputError(f"{name} must have the dtype of {like}, {y.dtype}, got {x.dtype}: cast it.")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kda_tl.core.device import Device, cpu_device, cuda_device
+from kda_tl.core.dtypes import TORCH_DTYPE
 from kda_tl.core.plain import check_memory
 from kda_tl.core.problem import Problem
 from kda_tl.errors import InputError, KdaTlWarning
@@ -42,6 +43,7 @@ OPERANDS = {
     "snapshot_rows": "intermediate_state_indices",
     "parents": "retrieve_parent_token",
 }
+_KEYS = ("q", "k")  # they get the dtype of v
 _ROWS = ("q", "k", "v", "g", "gk", "gv", "beta")  # [B, T, ...]: a row a token
 _WORDS = ("slots", "accepted", "targets", "snapshot_rows", "parents", "bounds")
 _STATES = ("pool", "snapshots")
@@ -142,7 +144,7 @@ def pose_step(operator: RecurrentOperator, a: Args) -> PosedStep:
     on_gpu = a.q.is_cuda
     device = cuda_device(a.q.device.index or 0) if on_gpu else cpu_device()
     given = tuple((name, argument) for name, argument in OPERANDS.items() if _plays_a_part(problem, name, a, argument))
-    copied = tuple(name for name, argument in given if _must_copy(name, getattr(a, argument)))
+    copied = tuple(name for name, argument in given if _must_copy(name, getattr(a, argument), a.v.dtype))
     if on_gpu and any(_is_unaligned(name, getattr(a, argument)) for name, argument in given if name not in copied):
         problem = replace(problem, options=(*problem.options, "unaligned"))
     return PosedStep(problem, device, given, copied)
@@ -153,7 +155,7 @@ def explain_step(operator: RecurrentOperator, a: Args) -> PlanSelection:
     problem, device, given, copied = pose_step(operator, a)
     choice = select_cached(problem, device)
     slow = [
-        f"{dict(given)[name]} is copied at every call: its strides or its address do not suit kernels."
+        f"{dict(given)[name]} is copied at every call: its dtype, strides or address do not suit kernels."
         for name in copied
     ]
     if "unaligned" in problem.options:
@@ -223,7 +225,7 @@ def _flatten(p: Problem, name: str, x: Tensor) -> Tensor:
     if name in _WORDS:
         x = x.to(torch.int32).contiguous()
         return x.view(len(x), -1, 1) if name in ("slots", "targets", "parents") else x[:, None]
-    x = x if x.is_cuda else x.float()
+    x = x.float() if not x.is_cuda else x.to(TORCH_DTYPE[p.dtype]) if name in _KEYS else x
     if name in _ROWS:
         x = x.reshape(p.tokens, x.shape[2:].numel())
     elif name in _STATES:
@@ -252,8 +254,12 @@ def _find_row(x: Tensor) -> int | None:
     return row if row >= size and (B < 2 or T < 2 or from_sequence == T * from_token) else None
 
 
-def _must_copy(name: str, x: Tensor) -> bool:
-    """Whether a kernel cannot read a tensor where it lies: strides it does not take, or vectors off their boundary."""
+def _must_copy(name: str, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel cannot read a tensor where it lies: strides it does not take, vectors off their boundary, or q
+    and k of another dtype than v, whose dtype is given.
+    """
+    if name in _KEYS and x.dtype != dtype:
+        return True
     if name in _ROWS:
         row, dense = _find_row(x), x.shape[2:].numel() * x.element_size()
         off = row is not None and (x.data_ptr() | row * x.element_size()) % 16 != 0
@@ -304,6 +310,7 @@ def _find_operands(bound: BoundStep, a: Args, o: Tensor, ht: Tensor | None) -> d
     for name in bound.copied:
         x = tensors[name]
         x = x.to(torch.int32) if name in _WORDS else x.float() if name in ("A_log", "dt_bias") else x
+        x = x.to(o.dtype) if name in _KEYS else x
         tensors[name] = x.clone(memory_format=torch.contiguous_format).resolve_neg()
     if tensors["bounds"] is None:
         tensors["bounds"] = tensors["q"]  # never read: its shape alone says how many sequences there are

@@ -56,7 +56,8 @@ def fused_recurrent_gated_delta_rule(
         q: queries, [B, T, H, K], bf16, fp16 or fp32; K at most 256. q, k, v and gates may be views of one projection:
             tokens lie as far apart as they like.
         k: keys, like q.
-        v: values, [B, T, HV, V], dtype of q; V at most 512, HV a multiple of H.
+        v: values, [B, T, HV, V], bf16, fp16 or fp32; V at most 512, HV a multiple of H. q and k of another dtype are
+            converted to it at each call.
         g: log decay in nats, [B, T, HV], bf16, fp16 or fp32, 0 unless given; with ``use_gate_in_kernel`` the raw gate.
         gk: log decay of key channels, [B, T, HV, K], dtype of g, 0 unless given.
         gv: log decay of value channels, [B, T, HV, V], dtype of g, 0 unless given.

@@ -57,7 +57,8 @@ def fused_recurrent_kda(
         q: queries, [B, T, H, K], bf16, fp16 or fp32; K at most 256. q, k, v and gates may be views of one projection:
             tokens lie as far apart as they like.
         k: keys, like q.
-        v: values, [B, T, HV, V], dtype of q; V at most 512, HV a multiple of H.
+        v: values, [B, T, HV, V], bf16, fp16 or fp32; V at most 512, HV a multiple of H. q and k of another dtype are
+            converted to it at each call.
         g: log decay in nats, [B, T, HV, K], bf16, fp16 or fp32; with ``use_gate_in_kernel`` the raw gate.
         beta: step size, [B, T, HV], or [B, T, HV, V] for one a value channel; with ``use_beta_sigmoid_in_kernel`` its
             logit.

@@ -132,6 +132,13 @@ def test_steps_are_not_rounded_to_the_type_of_the_keys(seed: int) -> None:
         assert relative_error(rounded.pool[slot], expected.pool[slot]) > 10 * TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("change", ("q", "k", "qk"))
+def test_q_and_k_may_be_wider_than_v(change: str, seed: int) -> None:
+    """As FLA takes them; o is as wide as v."""
+    _, a = draw("bf16-fp32-K128-V128-vk-split", seed, N=3, T=2)
+    assert_right("kda", a | {key: a[key].float() + 2.0**-12 for key in change})
+
+
 def test_512_steps_do_not_drift(seed: int) -> None:
     _, a = draw("fp32-fp32-K128-V128-vk", seed, N=2, T=512, null=(), fused=False)
     a["g"] = a["g"] - 4  # slow: the state of all steps counts

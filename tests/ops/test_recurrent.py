@@ -30,7 +30,7 @@ from support.views import scatter, widen
 from kda_tl.core.device import find_compiler
 from kda_tl.core.problem import BETAS, GATES
 from kda_tl.errors import InputError, KdaTlWarning
-from kda_tl.ops import recurrent_call
+from kda_tl.ops import recurrent_call, recurrent_entry
 from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.ops.packed_decode import packed_decode
@@ -150,6 +150,18 @@ def test_steps_are_not_rounded_to_the_type_of_the_keys(rng: random.Random) -> No
     _, state = assert_right("kda", a)
     rounded = truth(a | {"beta": a["beta"].bfloat16()}).final_state
     assert state is not None and relative_error(state, rounded) > 20 * FP32
+
+
+@names
+@pytest.mark.parametrize("change", ("q", "k", "qk"))
+def test_q_and_k_may_be_wider_than_v(change: str, name: str, rng: random.Random) -> None:
+    """As FLA takes them; o is as wide as v, and what a call says of itself names the copies."""
+    a = draw_step(rng, name, "rows", T=3, types=Types(io="bf16"), final=True, fused=False)
+    a |= {key: a[key].float() + 2.0**-12 for key in change}
+    assert_right(name, a)
+    operator = recurrent_entry.RECURRENT[OPERATORS[name].__name__]
+    said = recurrent_call.explain_step(operator, operator.Arguments(**a)).passed_over
+    assert {key for key in ("q", "k") if any(line.startswith(f"{key} is copied") for line in said)} == set(change)
 
 
 @pytest.mark.parametrize("heads", ((1, 1), (1, 4), (2, 6), (3, 3), (1, 35)), ids=str)

@@ -72,12 +72,10 @@ REFUSED: dict[str, tuple[Args, str]] = {
         {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in good().items()},
         "on a CUDA device or the CPU, got meta",
     ),
-    "k dtype": (
-        good(k=zeros(2, 3, 2, 8, **BF16)),
-        "k must have the dtype of q, torch.float32, got torch.bfloat16: cast it",
+    "out dtype": (
+        good(out=zeros(2, 3, 4, 6, **BF16)),
+        "out must have the dtype of v, torch.float32, got torch.bfloat16: cast it",
     ),
-    "v dtype": (good(v=zeros(2, 3, 4, 6, **BF16)), "v must have the dtype of q"),
-    "out dtype": (good(out=zeros(2, 3, 4, 6, **BF16)), "out must have the dtype of v"),
     "scale text": (good(scale="1"), "scale must be a number or None, got str"),
     "scale tensor": (good(scale=torch.tensor(1.0)), "scale must be a number or None, got Tensor"),
     "scale NaN": (
