@@ -30,8 +30,8 @@ DIMS = ((128, 128), (64, 64), (256, 256))  # K and V, the most used first
 DTYPES = ("bf16", "fp16")
 
 _COMPUTED: dict[str, Any] = {"has_A_log": True, "has_dt_bias": True, "beta": "sigmoid"}
-# Of heads that have a gate each, for the first of DIMS and of DTYPES: value heads that share a query/key head, a
-# forward's kernels being the same for more of them, and short sequences, which fill a GPU with one kernel at a time
+# Of heads that have a gate each, for the first of DTYPES: value heads that share a query/key head, for the first of
+# DIMS, a forward's kernels being the same for more of them; and short sequences, which fill a GPU with one kernel
 GROUP, SEQUENCES = 2, 8
 # How models call the operators: the gate, what it is computed from, and the step size
 GATES: tuple[dict[str, Any], ...] = (
@@ -76,15 +76,18 @@ def list_packaged(devices: Iterable[Device], databases: Sequence[Database]) -> I
 
 def list_problems(direction: str, dims: Sequence[tuple[int, int]] = DIMS) -> Iterator[Problem]:
     """The problems whose defaults a wheel holds."""
-    for dtype, (K, V), (heads, tokens), gate, states in product(DTYPES, dims, SHAPES, GATES, STATES):
+    for dtype, width, (heads, tokens), gate, states in product(DTYPES, dims, SHAPES, GATES, STATES):
+        K, V = width
         shape: dict[str, Any] = {"H": heads, "HV": heads, "K": K, "V": V, "tokens": tokens, "dtype": dtype}
         alone = Problem(**shape, **gate, **states, l2norm=True, direction=direction)
         yield alone
-        if alone.scalar_gate and (dtype, K, V) == (DTYPES[0], *DIMS[0]):
-            yield replace(alone, H=heads // GROUP)
-            if (heads, tokens) == SHAPES[-1]:
-                short = {"sequences": SEQUENCES, "longest": tokens // SEQUENCES}
-                yield from (replace(alone, H=H, **short) for H in (heads, heads // GROUP))
+        if not alone.scalar_gate or dtype != DTYPES[0]:
+            continue
+        shared = [replace(alone, H=heads // GROUP)] if width == DIMS[0] else []
+        yield from shared
+        if (heads, tokens) == SHAPES[-1]:
+            short = {"sequences": SEQUENCES, "longest": tokens // SEQUENCES}
+            yield from (replace(problem, **short) for problem in (alone, *shared))
 
 
 def list_steps() -> Iterator[Problem]:

@@ -92,9 +92,14 @@ def test_a_wheel_holds_the_packaged_plans_first_and_then_defaults_of_usual_calls
             other = replace(problem, H=HV // problem.group, HV=HV, tokens=tokens, longest=tokens)
             assert {k.digest for k in list_calls(other, devices[0], sources())} <= places.keys()
     four = [replace(p, H=p.HV // 4) for p in list_problems("fwd") if p.grouped]  # a forward's kernels are the same
-    assert len(four) == 18 and all(
+    assert len(four) == 24 and all(
         {k.digest for k in list_calls(p, devices[0], sources())} <= places.keys() for p in four
     )
+    short = [p for p in list_problems("fwd") if p.sequences > 1 and not p.grouped]
+    many = [replace(p, H=96, HV=96) for p in short]
+    assert len(many) == 18  # with many heads as with many sequences, of which there may be other ones
+    for p in (*many, *(replace(p, H=64, HV=64, sequences=4, longest=p.tokens // 4) for p in many)):
+        assert {k.digest for k in list_calls(p, devices[0], sources())} <= places.keys()
     held_stages = {(k.stage.name, k.case.problem.K) for k in kernels}
     assert held_stages >= {(name, 64) for name in ("fwd_recurrence", "fwd_resume", "bwd_scan", "bwd_resume")}
 
