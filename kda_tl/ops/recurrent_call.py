@@ -144,7 +144,8 @@ def pose_step(operator: RecurrentOperator, a: Args) -> PosedStep:
     on_gpu = a.q.is_cuda
     device = cuda_device(a.q.device.index or 0) if on_gpu else cpu_device()
     given = tuple((name, argument) for name, argument in OPERANDS.items() if _plays_a_part(problem, name, a, argument))
-    copied = tuple(name for name, argument in given if _must_copy(name, getattr(a, argument), a.v.dtype))
+    other = [name for name in _KEYS if getattr(a, name).dtype != a.v.dtype]
+    copied = tuple(name for name, argument in given if name in other or _must_copy(name, getattr(a, argument)))
     if on_gpu and any(_is_unaligned(name, getattr(a, argument)) for name, argument in given if name not in copied):
         problem = replace(problem, options=(*problem.options, "unaligned"))
     return PosedStep(problem, device, given, copied)
@@ -254,12 +255,8 @@ def _find_row(x: Tensor) -> int | None:
     return row if row >= size and (B < 2 or T < 2 or from_sequence == T * from_token) else None
 
 
-def _must_copy(name: str, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel cannot read a tensor where it lies: strides it does not take, vectors off their boundary, or q
-    and k of another dtype than v, whose dtype is given.
-    """
-    if name in _KEYS and x.dtype != dtype:
-        return True
+def _must_copy(name: str, x: Tensor) -> bool:
+    """Whether a kernel cannot read a tensor where it lies: strides it does not take, or vectors off their boundary."""
     if name in _ROWS:
         row, dense = _find_row(x), x.shape[2:].numel() * x.element_size()
         off = row is not None and (x.data_ptr() | row * x.element_size()) % 16 != 0

@@ -155,13 +155,20 @@ def test_steps_are_not_rounded_to_the_type_of_the_keys(rng: random.Random) -> No
 @names
 @pytest.mark.parametrize("change", ("q", "k", "qk"))
 def test_q_and_k_may_be_wider_than_v(change: str, name: str, rng: random.Random) -> None:
-    """As FLA takes them; o is as wide as v, and what a call says of itself names the copies."""
+    """As FLA takes them; o is as wide as v, what a call says of itself names the copies, and kernels get v's type."""
     a = draw_step(rng, name, "rows", T=3, types=Types(io="bf16"), final=True, fused=False)
     a |= {key: a[key].float() + 2.0**-12 for key in change}
-    assert_right(name, a)
+    o, _ = assert_right(name, a)
     operator = recurrent_entry.RECURRENT[OPERATORS[name].__name__]
-    said = recurrent_call.explain_step(operator, operator.Arguments(**a)).passed_over
-    assert {key for key in ("q", "k") if any(line.startswith(f"{key} is copied") for line in said)} == set(change)
+    arguments = operator.Arguments(**a)
+    choice = recurrent_call.explain_step(operator, arguments)
+    copies = {key for key in "qk" if any(line.startswith(f"{key} is copied") for line in choice.passed_over)}
+    assert copies == set(change)
+    problem, _, given, copied = recurrent_call.pose_step(operator, arguments)
+    constants = recurrent_call._find_constants(problem, arguments)
+    bound = recurrent_call.BoundStep(problem, choice, None, {}, constants, given, copied, gpu=0)
+    found = recurrent_call._find_operands(bound, arguments, o, None)
+    assert all(torch.equal(found[key], a[key].bfloat16()) and found[key].dtype == torch.bfloat16 for key in "qk")
 
 
 @pytest.mark.parametrize("heads", ((1, 1), (1, 4), (2, 6), (3, 3), (1, 35)), ids=str)
