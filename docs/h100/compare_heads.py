@@ -1,10 +1,9 @@
 """Kernels built for one number of heads beside those that are told it: ``python compare_heads.py FOLDER OUT.json``.
 
 Every packaged plan of the GPU here, CUDA graphs, cold L2, in turns in one process, on the same tensors; results are
-compared bit by bit. FOLDER holds the former kernels, built without a GPU with ``kda_tl.bundle.build.build_binary`` of
-commit 36314a3, and ``index.json``: their file names by "workload/stage". For stages of segments, which hand on tensors
-of another shape since, it holds today's, built with ``Heads.of`` and ``Stage.specialise`` replaced by what gives a
-problem's own numbers of heads.
+compared bit by bit. FOLDER holds the former kernels, and ``index.json``: their file names by "workload/stage". Those
+are today's with constants, from constant_heads.py. Until 2026-11-28 they were commit 36314a3's, which was the last that
+built a kernel for each number of heads, but for stages of segments, which hand on tensors of another shape since.
 """
 
 import datetime
@@ -108,4 +107,4 @@ rows = [compare(workload) for workload in WORKLOADS if workload.name in names]
 for row in rows:
     print(f"{row['workload']:34} {row['old_us']:9.1f} {row['new_us']:9.1f} {row['ratio']:.4f} {row['same_bits']}")
 about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
-out.write_text(json.dumps({"about": __doc__, **about, "old": "36314a3", "rows": rows}, indent=1))
+out.write_text(json.dumps({"about": __doc__, **about, "old": "constants", "rows": rows}, indent=1))
