@@ -1,12 +1,13 @@
-"""Times decode steps beside peers in one run: ``python decode.py OUT.json [--peers FLA vLLM] [--heads 32] ...``.
+"""Times decode steps beside peers in one run: ``python decode.py OUT.json [--peers FLA vLLM SGLang] [--heads 32] ...``.
 
 Packed decode of one token a sequence, HV = H heads, K = V = 128, q, k and v in bf16, gate and sigmoid in the kernel,
 l2norm, V-first states in a pool with drawn slots. CUDA graphs, a cold L2, medians of 30 replays, us. The floor moves
 each state in and out, at the bandwidth of an elementwise kernel that is measured in the same run. Of one sequence the
 host's time for a call is measured too, without a graph.
 
-vLLM's Triton kernels are taken from its wheel (0.33.0), if a package ``vllm`` with them can be imported; FLA's
-``fused_recurrent_*`` has no pool and writes states elsewhere, so it moves as many bytes.
+Kernels of vLLM (0.33.0) and of SGLang (0.5.23) are taken from their wheels, if packages ``vllm`` and ``sglang`` with
+them can be imported: Triton, and "SGLang CUDA", which its function for KDA takes in their place with fp32 states and 8
+sequences or more. FLA's ``fused_recurrent_*`` has no pool and writes states elsewhere, so it moves as many bytes.
 """
 
 from __future__ import annotations
@@ -139,11 +140,34 @@ class Step:
             self.indices, K**-0.5, self.out.view(1, self.B, self.HV, V),
         )  # fmt: skip
 
+    def sglang(self) -> Any:
+        """The kernels in Triton, also where it would take the one in CUDA."""
+        from sglang.kernels.ops.attention import kda_packed_decode
+        from sglang.kernels.ops.attention.fla import fused_recurrent as ops
+
+        kda_packed_decode.covered = lambda *_: False
+        name = "fused_recurrent_gated_delta_rule" if self.scalar else "fused_recurrent_kda"
+        return getattr(ops, f"{name}_packed_decode")(
+            mixed_qkv=self.mixed, a=self.a, b=self.b, A_log=self.A_log, dt_bias=self.dt_bias, scale=K**-0.5,
+            initial_state=self.pool, out=self.out, ssm_state_indices=self.indices, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    def sglang_cuda(self) -> Any:
+        from sglang.kernels.ops.attention.kda_packed_decode import kda_packed_decode
+
+        return kda_packed_decode(
+            self.mixed, self.a, self.b, self.A_log, self.dt_bias, K**-0.5, self.pool, self.out, self.indices, self.HV
+        )
+
 
 def list_calls(step: Step, peers: list[str]) -> Iterator[tuple[str, Call]]:
     yield "kda_tl", step.ours if step.tokens == 1 else step.verified
     if "vLLM" in peers and step.tokens == 1:
         yield "vLLM", step.vllm
+    if "SGLang" in peers and step.tokens == 1:
+        yield "SGLang", step.sglang
+        if not step.scalar and step.pool.dtype == torch.float32 and step.B >= 8:
+            yield "SGLang CUDA", step.sglang_cuda
     if "FLA" in peers and step.pool.dtype == torch.float32:
         yield "FLA", step.fla
 
@@ -174,7 +198,7 @@ def compare(step: Step, peers: list[str], flush: torch.Tensor, floor: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--peers", nargs="*", choices=("FLA", "vLLM"), default=[])
+    parser.add_argument("--peers", nargs="*", choices=("FLA", "vLLM", "SGLang"), default=[])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128, 256])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--operators", nargs="+", choices=("kda", "gdn"), default=["kda", "gdn"])
