@@ -317,14 +317,16 @@ def assert_states(x: Tensor, before: Tensor, was: Tensor, expected: Tensor, what
 
 
 def assert_right(
-    name: str, a: Args, tolerance: float | None = None, by_kernel: bool = True
+    name: str, a: Args, tolerance: float | None = None, by_kernel: bool = True, meant: Args | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """A call gives what the judge says, and leaves all other memory alone. Returns what it returns.
+
+    The judge is told of ``meant`` in the place of the arguments, where the call rounds some of them.
 
     A tree reads states back that were rounded to the buffer's type, some of them to the other neighbour. On the CPU
     target the kernel has a buffer of fp32, which is rounded in the end; what serves without a compiler has not.
     """
-    judged, rounded = move(a, "cpu"), 0.0
+    judged, rounded = move(meant or a, "cpu"), 0.0
     if "retrieve_parent_token" in a and a["q"].is_cpu and by_kernel:
         judged["intermediate_states"] = judged["intermediate_states"].float()
     elif "retrieve_parent_token" in a:
