@@ -60,11 +60,7 @@ def change_rest(rng: random.Random, stage: Stage, case: Case) -> Case:
     """The case with everything changed that its kernel does not depend on, numbers of heads among it."""
     known, seen = stage.fields_of(case.problem), stage.specialise(case).problem
     H = rng.choice((3, 5, 8))
-    groups = (1, 2, 3)
-    if "grouped" in known:
-        groups = (2, 3) if known["grouped"] else (1,)
-    if "parted" in known:
-        groups = tuple(n for n in groups if (n > 2) is known["parted"])
+    groups = [n for n in (1, 2, 3) if known.get("grouped", n > 1) is (n > 1) and known.get("parted", n > 2) is (n > 2)]
     heads = {"H": H, "HV": H * rng.choice(groups)}
     lengths = {"tokens": 4 * rng.randrange(1, 9), "sequences": 2, "longest": 8}
     found = {name: known[name] for name in known if name not in ("grouped", "parted")}
