@@ -2,8 +2,8 @@
 
 Every packaged plan of the GPU here, CUDA graphs, cold L2, in turns in one process, on the same tensors; results are
 compared bit by bit. FOLDER holds the former kernels, and ``index.json``: their file names by "workload/stage". Those
-are today's with constants, from constant_heads.py. Until 2026-11-28 they were commit 36314a3's, which was the last that
-built a kernel for each number of heads, but for stages of segments, which hand on tensors of another shape since.
+are today's with constants, from constant_heads.py. Those of heads.json, on both GPUs, were commit 36314a3's, the last
+that built a kernel for each number of heads, but on the H200 for stages of segments, which hand on other tensors since.
 """
 
 import datetime

@@ -25,8 +25,8 @@ told = Stage.specialise
 
 def keep_heads(stage, case):
     """As :meth:`Stage.specialise`, but for heads."""
-    problem = replace(told(stage, case).problem, H=case.problem.H, HV=case.problem.HV)
-    return replace(told(stage, case), problem=problem)
+    made = told(stage, case)
+    return replace(made, problem=replace(made.problem, H=case.problem.H, HV=case.problem.HV))
 
 
 def build(job):
