@@ -15,7 +15,7 @@ Value heads that share a query/key head share its rows, norms and products, whic
 the pairs of one after the other. Where that would leave blocks without work they part a head's value heads.
 
 Blocks that all run at once take chunks in turn, the first of all heads first, and say which are in memory: a recurrence
-begins with the first while later ones are made, see ready.
+begins with the first while later ones are made, see ready. Blocks that have all registers say it at their end.
 Source: as fwd_gdn_prep.
 """
 
@@ -52,7 +52,7 @@ from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
 from kda_tl.templates.sm90.hopper import BOUNDS, GIVEN, PAIRS, READY, SCALARS, TABLES
 from kda_tl.templates.sm90.powers import END, GATE, KEY_NORM, LAST, QUERY, QUERY_NORM, START
 from kda_tl.templates.sm90.prep import WARPGROUP
-from kda_tl.templates.sm90.ready import announce, overlap, withdraw
+from kda_tl.templates.sm90.ready import announce, announce_all, overlap, withdraw
 from kda_tl.templates.sm90.rows import Keys
 from kda_tl.templates.sm90.warp import sum_warp
 
@@ -189,7 +189,7 @@ def read_head(x, at, BT, raw_gate, raw_step):
 
 @T.macro
 def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
-    """A turn: pairs of value heads that share a query/key head."""
+    """A turn: pairs of value heads that share a query/key head; each is announced where there is ``ready``."""
     p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
     scale, lower_bound = scalars
     thread = T.get_thread_binding()
@@ -220,7 +220,10 @@ def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
         write_pairs(tiles, G, b_factor, queries, keys)
         store_bound(keys, G, at, written)
         store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
-        announce(ready, at.i_t, at.i_hv)
+        if ready is not None:
+            announce(ready, at.i_t, at.i_hv)
+    if ready is None:  # the next turn's rows come where the last chunk's inverse is read
+        T.sync_threads()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +232,11 @@ class PairsConfig(GdnPrepConfig):
 
     blocks: int = tunable(4, 1, 2, 3, 4)
     resident: int = tunable(2, 1, 2, 3, 4)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it leaves no registers to another kernel."""
+        return self.resident == self.blocks
 
     def reject(self, case: Case) -> str | None:
         """As the base, and blocks that do not run all at once."""
@@ -268,7 +276,10 @@ def build(case: Case, config: PairsConfig) -> Any:
             T.pdl_trigger()
             for n in T.serial(turns):
                 work = shares.find(i_block + n * blocks)
-                make_pairs(case, given, work, chunk_tokens, (scale, lower_bound), written, ready)
+                told = None if config.is_alone else ready
+                make_pairs(case, given, work, chunk_tokens, (scale, lower_bound), written, told)
+            if config.is_alone:
+                announce_all(ready, shares, i_block, blocks, turns)
 
     return fwd_gdn_pairs
 

@@ -7,7 +7,8 @@ This is fwd_recurrence for a gate that all channels of a value head share; the d
 fwd_gdn_pairs, see powers. K serves two products. Roles and loops are fwd_recurrence's; what differs is below.
 
     slot of the one ring    v, q, k, A, Aqk, powers
-    begins                  while fwd_gdn_pairs makes later chunks, and waits for each, see ready
+    begins                  while fwd_gdn_pairs makes later chunks, and waits for each, see ready; with all registers
+                            after its last one
     V^T                     read from shared memory by the threads that hold the values' columns
 
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3, in the form of fwd_recurrence.
@@ -104,7 +105,8 @@ class GdnRecurrenceConfig(RecurrenceConfig):
 @T.macro
 def await_pairs(x, i_t, i_h):
     """They may still be in the making."""
-    await_chunk(x.ready, i_t, i_h)
+    if x.ready is not None:
+        await_chunk(x.ready, i_t, i_h)
 
 
 @T.macro
@@ -198,10 +200,14 @@ def build(case: Case, config: GdnRecurrenceConfig) -> Any:
         blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
         with T.Kernel(blocks, threads=config.consumers + WARPGROUP, prelude=FENCES + STORES) as i_block:
             T.annotate_min_blocks_per_sm(2 if config.shares else 1)
-            read = {"q": q, "k": k, "v": v, "A": A, "Aqk": Aqk, "powers": powers, "ready": ready, "states": h0}
+            if not config.shares:
+                T.pdl_sync()
+            read = {"q": q, "k": k, "v": v, "A": A, "Aqk": Aqk, "powers": powers, "states": h0}
+            read["ready"] = ready if config.shares else None
             tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}
             recur(z, load_state, i_block, blocks, SimpleNamespace(**read, **tables, **written, heads=heads))
-            T.pdl_sync()
+            if config.shares:
+                T.pdl_sync()
 
     return fwd_gdn_recurrence
 

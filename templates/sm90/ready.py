@@ -1,9 +1,11 @@
 """Chunks in memory that one kernel makes while the next already reads: see fwd_gdn_pairs.
 
-    maker      withdraw     before it lets the next kernel start (T.pdl_trigger)
-               announce     after each chunk
-    reader     await_chunk  before it loads one
-               T.pdl_sync   before it ends, so that what follows it follows the maker too
+    maker      withdraw      before it lets the next kernel start (T.pdl_trigger)
+               announce      after each chunk
+               announce_all  at its end instead, where it has all registers: then no reader runs beside it
+    reader     await_chunk   before it loads one
+               T.pdl_sync    before it ends, so that what follows it follows the maker too; at its start instead, where
+                             it has all registers
 
 The next kernel starts when all blocks of the maker run, so that the maker never waits for room that the reader has.
 Where kernels may not overlap all chunks are ready at once. A tensor that only the maker uses must not share its place
@@ -58,6 +60,18 @@ def announce(ready, i_t, i_h):
     if T.get_thread_binding() == 0:
         T.call_extern("handle", "__threadfence")
         T.atomic_store(ready[i_t, i_h], 1.0, memory_order="release")
+
+
+@T.macro
+def announce_all(ready, shares, i_block, blocks, turns):
+    """All threads have written all chunks of a block's. One fence a thread: one a flag costs 7 us of 240."""
+    T.sync_threads()
+    T.call_extern("handle", "__threadfence")
+    for n in T.serial(turns):
+        work = shares.find(i_block + n * blocks)
+        for m in T.serial(work.count):
+            if T.get_thread_binding() == (n * work.count + m) % 128:
+                T.atomic_store(ready[work.i_t, work.first + m], 1.0, memory_order="relaxed")
 
 
 @T.macro
