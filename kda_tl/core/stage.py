@@ -237,6 +237,8 @@ class Stage:
             it would not notice.
         passes: ``case -> settings`` of TileLang's passes that its CUDA kernel needs, beside everyone's.
         adds: outputs that begin as zeros, to which thread blocks add, by the field of the problem that must be true.
+        replaces: outputs of which each may lie where an input of the same spec lies, by output: the kernel has read an
+            element of the one before it writes that element of the other.
     """
 
     name: str
@@ -254,8 +256,11 @@ class Stage:
     rms_floor: Mapping[str, float] = field(default_factory=dict)
     passes: Callable[[Case], Mapping[str, Any]] = no_passes
     adds: Mapping[str, str] = field(default_factory=dict)
+    replaces: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if any(self.outputs[new] != self.inputs[old] for new, old in self.replaces.items()):
+            raise ValueError(f"{self.name}: an output replaces an input of another spec")
         if unknown := set(self.depends) - {f.name for f in fields(Problem)} - _OF_DEVICE:
             raise ValueError(f"{self.name} depends on {sorted(unknown)}, which neither problem nor device has")
 

@@ -22,6 +22,7 @@ class Slot:
         dtype: as the kernel reads it; on the CPU every float is fp32.
         dims: sizes, or names of sizes known at the call: those of a layout.
         added: whether the kernel adds to it, so that it must begin as zeros.
+        replaced: name of the input whose place it may have, if there is one.
     """
 
     name: str
@@ -30,9 +31,12 @@ class Slot:
     dtype: torch.dtype
     dims: tuple[int | str, ...]
     added: bool = False
+    replaced: str | None = None
 
     @classmethod
-    def of(cls, name: str, text: str, case: Case, *, written: bool, added: bool = False) -> Slot:
+    def of(
+        cls, name: str, text: str, case: Case, *, written: bool, added: bool = False, replaced: str | None = None
+    ) -> Slot:
         """The slot of a tensor spec for a case."""
         spec, problem, static = TensorSpec.parse(text), case.problem, static_sizes(case)
         element = spec.element(problem)
@@ -43,6 +47,7 @@ class Slot:
             name=name,
             written=written,
             added=added,
+            replaced=replaced,
             present=spec.present(problem),
             dtype=TORCH_DTYPE[element if element == "i32" or case.device.kind != "cpu" else "fp32"],
             dims=tuple(int(dim) if dim.isdigit() else static.get(dim, dim) for dim in dims),
@@ -60,7 +65,15 @@ def slots_of(stage: Stage, case: Case) -> tuple[Slot, ...]:
     tensors = {**stage.inputs, **stage.outputs}
     added = {name for name, when in stage.adds.items() if getattr(case.problem, when)}
     return tuple(
-        Slot.of(name, text, case, written=name in stage.outputs, added=name in added) for name, text in tensors.items()
+        Slot.of(
+            name,
+            text,
+            case,
+            written=name in stage.outputs,
+            added=name in added,
+            replaced=stage.replaces.get(name),
+        )
+        for name, text in tensors.items()
     )
 
 

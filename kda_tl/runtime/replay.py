@@ -2,9 +2,10 @@
 
 The calls a pipeline makes, the shapes they see and the order in which intermediates die are the same for every call of
 one size. So its flow is followed once with values that stand for tensors; intermediates get places in one workspace,
-those that never live together sharing them; and a replay allocates the workspace and the results, writes addresses into
-prepared headers and calls each kernel's host function. With a PyTorch tensor for every intermediate, a call of five
-stages took the host 98 to 115 us (H200), longer than its kernels on a short sequence.
+those that never live together sharing them; an output lies in the place of an input that it replaces, where nothing
+else wants that. A replay allocates the workspace and the results, writes addresses into prepared headers and calls each
+kernel's host function. With a PyTorch tensor for every intermediate, a call of five stages took the host 98 to 115 us
+(H200), longer than its kernels on a short sequence.
 """
 
 import math
@@ -57,11 +58,14 @@ def trace(flow: Flow, slots: Mapping[str, Sequence[Slot]], sizes: Mapping[str, i
     """Follows a flow with values in the place of tensors; ``slots`` are those of each stage by its name."""
     launches: list[tuple[str, list[Value]]] = []
     environment: dict[str, Value] = {}
-    for number, stage in enumerate(flow.stages):
+    for number, (stage, freed) in enumerate(zip(flow.stages, flow.frees, strict=True)):
         tensors = []
         for slot in slots[stage.name]:
             role = "absent" if not slot.present else "made" if slot.written else "given"
             value = Value(slot.name, role, slot, born=number, added=slot.added)
+            old = environment.get(slot.replaced) if slot.replaced in freed else None
+            if role == "made" and old is not None and old.role == "made":
+                value = old
             if role == "made":
                 environment[slot.name] = value
             elif role == "given":

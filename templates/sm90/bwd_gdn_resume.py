@@ -20,22 +20,24 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.chunks import join_chunks, split_chunks
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.bwd_gdn_scan import ROW_PRODUCTS
 from kda_tl.templates.sm90.chain import REGISTERS, alloc_tiles, start_between
-from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES, count_bytes
+from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES, VALUES, count_bytes
 from kda_tl.templates.sm90.powers import GIVEN_ROWS, MULTIPLIED, make_factors, reject_rows
 from kda_tl.templates.sm90.reach import CUTS, EDGES, OWNERS, find_forwards
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
+    STORES,
     TOLERANCE,
     WARPGROUP,
     RecurrenceConfig,
     layout_lower,
+    layout_values,
     read_state,
     step_reference,
     store_constants,
@@ -56,22 +58,21 @@ INPUTS = {
     **CUTS,
     **TABLES,
 }
-OUTPUTS = {name: SCANNED[name] for name in ("values", "states")}
+OUTPUTS = {**VALUES, "states": SCANNED["states"]}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of powers: sequences from their start, whatever they are cut into."""
     p, x = case.problem, make_factors(case, x)
     given = split_chunks(x.v.to(x.powers.dtype), x.chunk_tokens, case.BT)
-    values, states = torch.zeros_like(given.mT), given.new_zeros((*given.shape[:2], p.V, p.KP))
+    values, states = torch.zeros_like(given), given.new_zeros((*given.shape[:2], p.V, p.KP))
     for n, (_, _, last) in enumerate(x.seq_segments.tolist()):
         _, first, end = x.segment_sequences[last].tolist()
         state = read_state(case, x.h0, n, x.powers)
         for t in range(first, end):
             states[t] = state
-            v_new, state = step_reference(x, t, given, state)
-            values[t] = v_new.mT
-    return {"values": values, "states": states}
+            values[t], state = step_reference(x, t, given, state)
+    return {"values": join_chunks(values, x.chunk_tokens, x.v.shape[0], p.V), "states": states}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def build(case: Case, config: ResumeConfig) -> Any:
     def bwd_gdn_resume(
         k, v, A, powers, bounds, edges, h0, segment_sequences, seq_segments, segments, chunk_tokens, values, states
     ):
-        with T.Kernel(NS * heads.HV * VB, threads=consumers + WARPGROUP) as i_block:
+        with T.Kernel(NS * heads.HV * VB, threads=consumers + WARPGROUP, prelude=STORES) as i_block:
             T.annotate_min_blocks_per_sm(2 if BV == ROWS else 1)
             i_s, i_h, i_v = split_block(i_block, (NS, heads.HV), VB)
             tables = {"segments": segments, "owners": segment_sequences, "cuts": seq_segments}
@@ -107,11 +108,11 @@ def build(case: Case, config: ResumeConfig) -> Any:
             x = SimpleNamespace(**given, **tables, chunk_tokens=chunk_tokens, heads=heads)
             tiles = alloc_tiles(case, config)
             state_shared = T.alloc_shared((BV, p.K), io)
-            value_shared = T.alloc_shared((BV, case.BT), io)
+            value_shared = T.alloc_shared((BV // ROWS, case.BT, ROWS), io)
             full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             empty = T.alloc_barrier(arrive_count=[consumers] * stages)
             thread = T.get_thread_binding()
-            T.annotate_layout(layout_lower(tiles.A))
+            T.annotate_layout(layout_lower(tiles.A) | layout_values(value_shared))
             store_constants([tiles.A])
 
             first, chunks, passed, start, end, i_n, edge = find_forwards(x, i_s, i_h, True)

@@ -24,22 +24,24 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
-from kda_tl.templates.common.chunks import split_chunks
+from kda_tl.templates.common.chunks import join_chunks, split_chunks
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90.bwd_gdn_scan import ROW_PRODUCTS
 from kda_tl.templates.sm90.chain import REGISTERS, alloc_tiles, lay_back, load_step, start_from, step_back
-from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, PAIRS, TABLES, count_bytes
+from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, PAIRS, TABLES, VALUES, count_bytes
 from kda_tl.templates.sm90.powers import GIVEN_ROWS, MULTIPLIED, make_factors, reject_rows
 from kda_tl.templates.sm90.reach import CUTS, FAR, OWNERS, count_reach, find_far, find_forwards
 from kda_tl.templates.sm90.recurrence import (
     PRODUCER,
     ROWS,
+    STORES,
     TOLERANCE,
     WARPGROUP,
     RecurrenceConfig,
     layout_lower,
+    layout_values,
     read_state,
     step_reference,
     store_constants,
@@ -60,14 +62,14 @@ INPUTS = {
     **CUTS,
     **TABLES,
 }
-OUTPUTS = {"values": SCANNED["values"], "states": SCANNED["states"], **ENDS}
+OUTPUTS = {**VALUES, "states": SCANNED["states"], **ENDS}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of powers: sequences from their start and end, whatever they are cut into."""
     p, x = case.problem, make_factors(case, x)
     given, d_o = (split_chunks(y.to(x.powers.dtype), x.chunk_tokens, case.BT) for y in (x.v, x.do))
-    values, states = torch.zeros_like(given.mT), given.new_zeros((*given.shape[:2], p.V, p.KP))
+    values, states = torch.zeros_like(given), given.new_zeros((*given.shape[:2], p.V, p.KP))
     rows, bounds = x.segments.tolist(), x.bounds.tolist()
     ends = states.new_zeros((max(1, len(rows) - len(x.seq_segments)), *states.shape[1:]))
     for n, (i_s, count, last) in enumerate(x.seq_segments.tolist()):
@@ -75,8 +77,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
         state = read_state(case, x.h0, n, x.powers)
         for t in range(first, end):
             states[t] = state
-            v_new, state = step_reference(x, t, given, state)
-            values[t] = v_new.mT
+            values[t], state = step_reference(x, t, given, state)
         dstate, edges = read_state(case, x.dht, n, x.powers), {sum(rows[i_s + m][:2]): i_s + m for m in range(count)}
         for t in reversed(range(first, end)):
             _, dstate = step_back_reference(x, t, d_o, dstate)
@@ -86,7 +87,7 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
             reach = [count_reach([row[i_h] for row in bounds[t:end]]) for t in edges]
             near = next((m for m in range(count) if reach[m] > FAR), count)
             ends[i_s : i_s + near, i_h] = 0
-    return {"values": values, "states": states, "ends": ends}
+    return {"values": join_chunks(values, x.chunk_tokens, x.v.shape[0], p.V), "states": states, "ends": ends}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ def build(case: Case, config: StatesConfig) -> Any:
         states,
         ends,
     ):
-        with T.Kernel((N + NS) * heads.HV * VB, threads=consumers + WARPGROUP) as i_block:
+        with T.Kernel((N + NS) * heads.HV * VB, threads=consumers + WARPGROUP, prelude=STORES) as i_block:
             T.annotate_min_blocks_per_sm(2 if BV == ROWS else 1)
             back = i_block < N * heads.HV * VB  # first: it may be a whole sequence
             i_s, i_h, i_v = split_block(
@@ -181,7 +182,7 @@ def build(case: Case, config: StatesConfig) -> Any:
             x = SimpleNamespace(**given, **found, **tables, chunk_tokens=chunk_tokens, ends=ends, heads=heads)
             tiles = alloc_tiles(case, config)
             state_shared = T.alloc_shared((BV, p.K), io)
-            value_shared = T.alloc_shared((BV, case.BT), io)
+            value_shared = T.alloc_shared((BV // ROWS, case.BT, ROWS), io)
             full = T.alloc_barrier(arrive_count=[PRODUCER] * stages)
             empty = T.alloc_barrier(arrive_count=[consumers] * stages)
             pairs_full = T.alloc_barrier(arrive_count=[PRODUCER])
@@ -189,7 +190,7 @@ def build(case: Case, config: StatesConfig) -> Any:
             queries_full = T.alloc_barrier(arrive_count=[PRODUCER])
             queries_empty = T.alloc_barrier(arrive_count=[consumers])
             thread = T.get_thread_binding()
-            T.annotate_layout(layout_lower(tiles.A))
+            T.annotate_layout(layout_lower(tiles.A) | layout_values(value_shared))
             store_constants([tiles.A])
 
             ring = Ring(full, empty)

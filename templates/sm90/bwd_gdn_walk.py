@@ -9,7 +9,8 @@
 as bwd_gdn_scan and bwd_gdn_gradients derive them. The gradient of the state stays in registers from chunk to chunk, so
 neither it nor dX comes back from memory. A segment finds its own start: it begins as many chunks later as gates
 remember, and keeps nothing of them; if these are many, with what bwd_gdn_states found at its end. See reach. Two value
-heads of a query/key head add their rounded dq and dk to zeros; of more each has a part of its own, for bwd_heads.
+heads of a query/key head add their rounded dq and dk to zeros; of more each has a part of its own, for bwd_heads. dv
+may lie where V' lies: a chunk's V' is read before its dv is written, by the same block, and by no other.
 
     warps             registers  produce                           consume
     8 multiply        232        dX, dS, then a chunk's gradients  the rings
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid
+from kda_tl.templates.common.chunks import split_chunks
 from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state, prim_func
@@ -49,10 +51,10 @@ from kda_tl.templates.sm90.bwd_gradients import OUTPUTS as GRADIENTS
 from kda_tl.templates.sm90.chain import Slot, load_pairs, load_queries, load_rows
 from kda_tl.templates.sm90.gates import Chunk
 from kda_tl.templates.sm90.gdn_gradients import GROUPS, ROWS_AT_ONCE
-from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, GIVEN, PAIRS, SCALARS, TABLES, HopperConfig, count_bytes
+from kda_tl.templates.sm90.hopper import BOUNDS, ENDS, GIVEN, PAIRS, SCALARS, TABLES, VALUES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.powers import make_factors, reject_rows
 from kda_tl.templates.sm90.reach import FAR, OWNERS, find_backwards, join_segments
-from kda_tl.templates.sm90.recurrence import PRODUCER, WARPGROUP, layout_lower, store_constants
+from kda_tl.templates.sm90.recurrence import PRODUCER, WARPGROUP, layout_lower, load_values, store_constants
 from kda_tl.templates.sm90.ring import Ring
 from kda_tl.templates.sm90.scan import SCANNED
 from kda_tl.templates.sm90.walk import Walk, alloc_registers
@@ -60,7 +62,7 @@ from kda_tl.templates.sm90.walk_gradients import ADDS, CONSUMERS, finish_chunk, 
 
 INPUTS = {
     **GIVEN,
-    "values": SCANNED["values"],
+    **VALUES,
     "states": SCANNED["states"],
     "do": "tokens HV V : io",
     **PAIRS,
@@ -82,7 +84,9 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of powers: the scan back over whole sequences, then bwd_gdn_gradients'."""
     given = Operands(**vars(x) | {"v": x.do, "h0": None})
     scanned = bwd_scan.reference(case, make_factors(case, join_segments(given)))
-    found = bwd_gdn_gradients.reference(case, Operands(**vars(x) | {name: scanned[name] for name in ("dv", "dstates")}))
+    taken = {name: scanned[name] for name in ("dv", "dstates")}
+    taken["values"] = split_chunks(x.values, x.chunk_tokens, case.BT).mT
+    found = bwd_gdn_gradients.reference(case, Operands(**vars(x) | taken))
     if case.problem.paired:
         parts = Operands(**{name: found.pop(name) for name in ("dq_part", "dk_part")})
         found |= bwd_heads.reference(case, parts)
@@ -130,7 +134,7 @@ def alloc_tiles(case):
     A_shared = T.alloc_shared((1, BT, BT), io)
     Aqk_shared = T.alloc_shared((1, BT, BT), io)
     state = T.alloc_shared((p.V, p.K), io)
-    values = T.alloc_shared((p.V, BT), io)
+    values = T.alloc_shared((1, BT, p.V), io)
     dstate = T.alloc_shared((p.V, p.K), io)
     dx = T.alloc_shared((BT, p.V), io)
     pairs = T.alloc_shared((BT, 2 * BT), io)  # P, then R; what dX loses by its rounding before that
@@ -154,7 +158,7 @@ def load_walk(case, x, tiles, rings, w):
             own, turn_of_own = rings.states.place_to_fill(c - w.passed)
             rings.states.acquire(own, turn_of_own)
             T.tma_copy(x.states[i_t, w.i_h, :, :], tiles.state, barrier=rings.states.full[own])
-            T.tma_copy(x.values[i_t, w.i_h, :, :], tiles.values, barrier=rings.states.full[own])
+            load_values(x.values, tiles.values, rings.states.full, own, row, w.end, w.i_h, 0)
             rings.states.commit(own)
         load_queries(x, tiles, rings.queries, c, row, w)
 
@@ -331,4 +335,5 @@ STAGE = Stage(
     scalars=SCALARS,
     passes=passes,
     adds={"dq": "paired", "dk": "paired"},
+    replaces={"dv": "values"},
 )

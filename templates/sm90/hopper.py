@@ -30,6 +30,8 @@ FACTORS = {
 PAIRS = {"A": FACTORS["A"], "Aqk": FACTORS["Aqk"], "powers": "NT HV 7 BT : f32"}
 # How far a walk must begin before what it is asked for: see reach
 BOUNDS = {"bounds": "NT HV : f32"}
+# Values again, of each token: see bwd_gdn_states. Gradients of v may take their place
+VALUES = {"values": "tokens HV V : io"}
 # Gradients of the states that segments end with, where they are not found otherwise: see bwd_gdn_states
 ENDS = {"ends": "NC HV V KP : f32"}
 # Whether these are in memory, 1 or 0, for a recurrence that begins before all are

@@ -151,6 +151,14 @@ def layout_transposed(taken: Any) -> Any:
     )
 
 
+def find_eights(n: int, lane: Any, warp: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Of the n-th 16 tokens, by 4 matrices of 8 x 8: a lane's row in a tile ``[tokens, channels]`` that 4 warps take
+    or give transposed, and the first of its pairs in registers, as :func:`layout_transposed` counts.
+    """
+    tile = n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane // 8 % 2 * 8
+    return tile, (n * 16 + lane % 4 * 2, warp * 16 + lane // 4)
+
+
 @T.macro
 def take_transposed(tile, slot):
     """What a slot holds ``[BT, BV]``, to the registers that hold its transpose ``[BV, BT]`` as a product's result.
@@ -161,11 +169,9 @@ def take_transposed(tile, slot):
     T.annotate_layout({taken: layout_transposed(taken)})
     lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() % (2 * tile.shape[2]) // 32
     for n in T.unroll(tile.shape[1] // 16):
+        place, pairs = find_eights(n, lane, warp)
         T.call_extern(
-            "handle",
-            "tl::ptx_ldmatrix_x4_trans",
-            T.address_of(tile[slot, n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane // 8 % 2 * 8]),
-            T.address_of(taken[n * 16 + lane % 4 * 2, warp * 16 + lane // 4]),
+            "handle", "tl::ptx_ldmatrix_x4_trans", T.address_of(tile[(slot, *place)]), T.address_of(taken[pairs])
         )
     return taken
 
@@ -264,12 +270,8 @@ def _put(rounded, x):
     T.tma_store_wait(0)  # the last chunk's output has been read
     T.sync_threads(x.barrier, WARPGROUP)
     for n in T.unroll(x.tile.shape[0] // 16):
-        T.call_extern(
-            "handle",
-            "store_transposed",
-            T.address_of(x.tile[n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane // 8 % 2 * 8]),
-            T.address_of(rounded[n * 16 + lane % 4 * 2, warp * 16 + lane // 4]),
-        )
+        place, pairs = find_eights(n, lane, warp)
+        T.call_extern("handle", "store_transposed", T.address_of(x.tile[place]), T.address_of(rounded[pairs]))
     T.fence_proxy_async()
     T.sync_threads(x.barrier, WARPGROUP)
 

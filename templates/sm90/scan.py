@@ -32,6 +32,7 @@ from kda_tl.templates.sm90.walk import (
     alloc_registers,
     load_backwards,
     step_back_reference,
+    store_found,
     store_tiles,
     walk_backwards,
 )
@@ -91,7 +92,10 @@ def load_forwards(case, products, x, tiles, ring, w):
 
 @T.macro
 def walk_forwards(case, config, products, load_state, starts, tiles, ring, w, kept):
-    """Consumer: values and states from the first chunk to the last; arguments as of :func:`walk_backwards`."""
+    """Consumer: values and states from the first chunk to the last; arguments as of :func:`walk_backwards`.
+
+    Where some chunks are passed values go to the rows of their tokens, and to tiles of chunks otherwise.
+    """
     p = case.problem
     r = alloc_registers(case, config)
     load_state(r.state, starts, p.initial_state, w)
@@ -102,11 +106,11 @@ def walk_forwards(case, config, products, load_state, starts, tiles, ring, w, ke
         products.find_values(r, tiles, slot)
         T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
         products.take_values(r, tiles, slot)
-        stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
         if w.passed is None:
+            stored = (kept.state_shared, kept.value_shared), (kept.state, kept.value)
             store_tiles((r.state_io, r.value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
         elif c >= w.passed:
-            store_tiles((r.state_io, r.value_io), *stored, w.first + c, w.i_h, w.v0, config.consumers)
+            store_found(r, kept, w.first + c, w.start + c * case.BT, w, config.consumers)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(r.state, num_regs=p.KP // 2)
         ring.release(slot)

@@ -25,8 +25,11 @@ from kda_tl.templates.common.heads import HeadRows
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import TL_DTYPE
 from kda_tl.templates.sm90.recurrence import (
+    WARPGROUP,
+    find_eights,
     finish_values,
     issue_transposed,
+    layout_transposed,
     load_lower,
     load_values,
 )
@@ -61,6 +64,45 @@ def store_tiles(tiles, shared, tensors, i_t, i_h, v0, threads):
     for m in list(range(len(tiles))):
         rows = shared[m].shape[0]
         T.tma_copy(shared[m], tensors[m][i_t, i_h, v0 : v0 + rows, :], leader_scope_threads=threads)
+
+
+@T.macro
+def store_found(r, kept, i_t, first, w, threads):
+    """The state before a chunk, and its values to the rows of their tokens, from token ``first``, by way of shared
+    memory; by the block's first ``threads``, which hold them. Does not wait for the stores.
+    """
+    thread = T.get_thread_binding()
+    lane, warp = thread % 32, thread // 32
+    groups, BT, width = kept.value_shared.shape
+    rounded = T.alloc_fragment((BT, r.value_io.shape[0]), r.value_io.dtype)
+    T.annotate_layout({rounded: layout_transposed(rounded)})
+    for i, j in T.Parallel(*r.value_io.shape):
+        rounded[j, i] = r.value_io[i, j]
+    T.tma_store_wait(0)  # the last chunk's tiles have been read
+    T.sync_threads(BARRIER, threads)
+    T.copy(r.state_io, kept.state_shared)
+    for n in T.unroll(BT // 16):
+        place, _ = find_eights(n, lane, warp % 4)
+        _, pairs = find_eights(n, lane, warp)
+        T.call_extern(
+            "handle",
+            "store_transposed",
+            T.address_of(kept.value_shared[(thread // WARPGROUP, *place)]),
+            T.address_of(rounded[pairs]),
+        )
+    T.fence_proxy_async()
+    T.sync_threads(BARRIER, threads)
+    rows = kept.state_shared.shape[0]
+    T.tma_copy(kept.state_shared, kept.state[i_t, w.i_h, w.v0 : w.v0 + rows, :], leader_scope_threads=threads)
+    if first + BT <= w.end:
+        for m in list(range(groups)):  # of numbers, see load_parts
+            own = kept.value[first : first + BT, w.i_h, w.v0 + m * width : w.v0 + (m + 1) * width]
+            T.tma_copy(kept.value_shared[m, :, :], own, leader_scope_threads=threads)
+    else:  # what follows is another sequence's
+        tokens = HeadRows.of(kept.value, first, w.i_h)
+        for m, i, j in T.Parallel(groups, BT, width):
+            if first + i < w.end:
+                tokens.rows[i, w.v0 + m * width + j] = kept.value_shared[m, i, j]
 
 
 @T.macro

@@ -118,10 +118,10 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     pair_q = T.alloc_fragment((BT, BT), f32)
     pair_k = T.alloc_fragment((BT, BT), f32)
     rings.states.wait(own, turn)
-    T.wgmma_gemm(tiles.x[slot, :, :], tiles.values, pair_q, clear_accum=True, policy=T.BY_COLUMNS)
-    T.wgmma_gemm(tiles.dx, tiles.values, pair_k, clear_accum=True, policy=T.BY_COLUMNS)
-    # Whole tiles: of rows of values, which lie in panels of columns, TileLang 0.1.15 takes the next rows for a panel
-    T.wgmma_gemm(tiles.pairs, tiles.values, pair_k, policy=T.BY_COLUMNS)
+    values = tiles.values[0, :, :]
+    T.wgmma_gemm(tiles.x[slot, :, :], values, pair_q, transpose_B=True, clear_accum=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.dx, values, pair_k, transpose_B=True, clear_accum=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.pairs, values, pair_k, transpose_B=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.x[slot, :, :], tiles.state, of_q, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.dx, tiles.state, of_row, clear_accum=True, policy=T.BY_COLUMNS)
     gradient = HeadRows.of(x.dv, at.start, at.i_hv)
@@ -137,7 +137,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
         of_row[i, c] = of_row[i, c] * -powers[slot, START, i]
     T.fence_proxy_async()
     meet()
-    T.wgmma_gemm(tiles.values, tiles.dstate, of_key, transpose_A=True, clear_accum=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.values[0, :, :], tiles.dstate, of_key, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.pairs[:, 0:BT], tiles.k[slot, :, :], of_q, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.pairs[:, BT : 2 * BT], tiles.k[slot, :, :], of_row, policy=T.BY_COLUMNS)
     store_beta(p, x.beta, x.dbeta, tiles.db, at)

@@ -198,6 +198,23 @@ def test_what_is_added_to_begins_as_zeros(seed: int) -> None:
             torch.testing.assert_close(found, expected[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("results", "given", "shared"),
+    [(("dv",), (), True), (("dv", "values"), (), False), (("dv",), ("values", "states", "ends"), False)],
+)
+def test_what_replaces_an_input_lies_in_its_place(
+    results: tuple[str, ...], given: tuple[str, ...], shared: bool, seed: int
+) -> None:
+    """Unless that is wanted as well, or the caller's."""
+    problem = replace(SMALL, operator="chunk_gated_delta_rule", scalar_gate=True, direction="bwd")
+    case = draw_call(problem, (200,), seed).case(CPU, 64, 16)
+    flow = PIPELINES["gdn_walk"].flow(problem, results, given)
+    recording = trace(flow, {s.name: slots_of(s, case) for s in flow.stages}, make_layout((0, 200), 64, WHERE).sizes)
+    name, tensors = recording.launches[-1]
+    old, new = (tensors[n] for n, slot in enumerate(slots_of(flow.stages[-1], case)) if slot.name in ("values", "dv"))
+    assert name == "bwd_gdn_walk" and (old is new) is shared and recording.results["dv"] is new
+
+
 class Token:
     """Stands for a tensor in a pipeline."""
 
