@@ -78,6 +78,7 @@ def test_the_kernels_of_a_call_are_listed(
     assert listed == asked
 
 
+@pytest.mark.rest
 def test_a_wheel_holds_the_packaged_plans_first_and_then_defaults_of_usual_calls() -> None:
     devices = [known_device(slug) for slug in GPUS]
     kernels = list_distinct(list_packaged(devices, sources()))

@@ -70,6 +70,7 @@ def test_tune_ends_by_calling_the_operator(run: Run, tuner: Any, tmp_path: Path)
     assert result["served"]["step"] == "exact bucket" and result["served"]["error"] < 1e-5
 
 
+@pytest.mark.rest
 def test_tune_ends_by_calling_the_backward(
     run: Run, tuner: Any, own_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def compiled(**arguments: Any) -> Any:
     return torch.compile(lambda: chunk_kda(**arguments), backend="aot_eager", fullgraph=True)()
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("lengths", ((70,), (20, 0, 1, 70)))
 @pytest.mark.parametrize("final_state", (False, True))
 def test_same_numbers_and_gradients(lengths: tuple[int, ...], final_state: bool, seed: int) -> None:

@@ -64,6 +64,7 @@ def train(rank: int, seed: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.rest
 def test_ranks_get_the_mean_of_their_gradients(seed: int, tmp_path: Path) -> None:
     layer = Layer(disable_recompute=False)
     alone = [gradients(layer, layer, seed + rank) for rank in range(RANKS)]  # compiles, before the others want kernels

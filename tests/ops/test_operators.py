@@ -117,6 +117,7 @@ def test_gated_delta_rule_is_its_formula(seed: int) -> None:
         assert relative_error(ht[0, head], S) < 1e-5
 
 
+@pytest.mark.rest(draws=1)
 @needs_compiler
 @pytest.mark.parametrize("name", load_all())
 def test_everything_derived_knows_the_operator(name: str, seed: int) -> None:

@@ -47,7 +47,7 @@ names = pytest.mark.parametrize("name", OPERATORS)
 # Everything at once
 
 
-@pytest.mark.rest(draws=6)
+@pytest.mark.rest(draws=3)
 @names
 @LAYOUTS
 @pytest.mark.parametrize("gate", GATES)
@@ -261,6 +261,7 @@ def test_512_steps_do_not_drift(name: str, rng: random.Random) -> None:
     assert relative_error(pool[slot], expected.pool[slot]) < 2 * FP32
 
 
+@pytest.mark.rest(draws=2)
 @names
 @LAYOUTS
 def test_prefill_decode_and_prefill_again(name: str, state_v_first: bool, rng: random.Random, seed: int) -> None:

@@ -68,6 +68,7 @@ def assert_same(function: Callable[..., Any], compiled: Callable[..., Any], a: A
         assert results[0].data_ptr() == one["out"].data_ptr()
 
 
+@pytest.mark.rest(draws=6)
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 @pytest.mark.parametrize("case", CALLS)
 def test_compiled_calls(case: str, backend: str) -> None:

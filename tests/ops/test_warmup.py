@@ -35,6 +35,7 @@ def train(arguments: Arguments, of_state: bool) -> None:
     assert v.grad is not None
 
 
+@pytest.mark.rest(draws=4)
 @pytest.mark.parametrize("of_state", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("by", ["arguments", "problem", "function"])

@@ -118,6 +118,7 @@ def assert_gradients(
                 assert_declared(call, BT, pipeline.segments, stage, inputs)
 
 
+@pytest.mark.rest(draws=10)
 @gates
 @pytest.mark.parametrize("T", RAGGED)
 def test_gradients_ragged(gate: str, T: int, seed: int) -> None:
@@ -136,6 +137,7 @@ def test_gradients_varlen(gate: str, seed: int) -> None:
         assert_gradients(draw_backward(draw_call(problem, draw_lengths(rng), seed + n), seed), BT)
 
 
+@pytest.mark.rest(draws=2)
 @gates
 @pytest.mark.parametrize("family", ({}, SCALAR), ids=("drawn", "scalar"))
 def test_gradients_of_many_segments(gate: str, family: dict[str, Any], seed: int) -> None:
@@ -165,6 +167,7 @@ def test_gradients_of_many_segments(gate: str, family: dict[str, Any], seed: int
                 assert found[name] is expected is None or torch.equal(found[name], expected), name
 
 
+@pytest.mark.rest(draws=18)
 @gates
 @pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
 @pytest.mark.parametrize(("K", "V"), ((60, 100), (100, 60), (32, 256), (256, 32)))

@@ -57,7 +57,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.rest(draws=3)
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize(("H", "HV"), [(3, 6), (5, 5)], ids=["shared", "odd"])
 @pytest.mark.parametrize("name", EMULATED)
 def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: int) -> None:
@@ -85,7 +85,7 @@ def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: in
 
 
 @needs_compiler
-@pytest.mark.rest(draws=2)
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("num_sms", (1, 8, 30), ids=["whole", "of one and two", "one by one"])
 def test_pairs_of_value_heads_that_blocks_part(num_sms: int, seed: int) -> None:
     """Three share a head, of which there are eight in the chunks: for two, 16 and up to 24 blocks.

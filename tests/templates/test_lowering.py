@@ -29,6 +29,7 @@ EIGHTHS = range(8)  # of a plan's stages: all of them take minutes
 WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
 @pytest.mark.parametrize("width", WIDTHS_BY_16)
 def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: random.Random) -> None:
@@ -67,7 +68,7 @@ def test_parameters_are_in_the_order_of_their_launch() -> None:
         prim_func(case, tensors)(swapped)
 
 
-@pytest.mark.rest(draws=1)
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "K"), [("fwd_gdn_recurrence", 128), ("fwd_recurrence", 128), ("fwd_recurrence", 256), ("fwd_resume", 128)]
 )
@@ -78,6 +79,7 @@ def test_states_between_chunks_without_the_last(name: str, K: int) -> None:
     assert "(14, 128)" in generate_source(stage, case, stage.default(case))
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
 def test_states_of_a_gpu_without_tma(name: str, rng: random.Random) -> None:
     """Nothing is loaded ahead there: TileLang 0.1.15 stops at a loop whose length the launch does not tell."""
@@ -89,7 +91,7 @@ def test_states_of_a_gpu_without_tma(name: str, rng: random.Random) -> None:
     assert "seq_chunks" in generate_source(stage, case, config)
 
 
-@pytest.mark.rest(draws=1)
+@pytest.mark.rest
 @pytest.mark.parametrize("has_dt_bias", [False, True])
 def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.Random) -> None:
     """Nothing is summed for A_log then: TileLang 0.1.15 stops at a sum in registers that nothing is added to."""

@@ -174,7 +174,7 @@ def draw_configs(rng: random.Random, stage: Stage, kind: str, case: Case) -> lis
 
 
 @needs_compiler
-@pytest.mark.rest(draws=18, per="kind")
+@pytest.mark.rest(draws=10, per="kind")
 @stages
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu_kernels_equal_references(stage: Stage, kind: str, seed: int) -> None:
@@ -305,6 +305,7 @@ def hopper_kernels() -> dict[str, tuple[str, dict[str, Any]] | WorkerFailure]:
     return {names[i]: result for i, result in results}
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("stage", COMPILED, ids=lambda s: s.name)
 @pytest.mark.timeout(900)  # the first waits for all, and other work may share the cores
 def test_default_compiles_for_sm_90a(

@@ -101,6 +101,7 @@ def test_nothing_is_kept_for_memory_or_by_a_forward() -> None:
     assert plan_search.find_kept_twin(backward, "memory") is plan_search.find_kept_twin(forward, "time") is None
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("objective", plan_search.OBJECTIVES)
 def test_the_objective_decides_what_competes(run: Run, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept results save half of the time, and double the memory."""

@@ -54,6 +54,7 @@ def stopped(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Stopp
     return Stopped(journal, before, searched(journal), result)
 
 
+@pytest.mark.rest
 def test_a_killed_search_goes_on_and_repeats_no_measurement(stopped: Stopped) -> None:
     assert 1 <= len(stopped.before) < len(stopped.after)
     assert stopped.after[: len(stopped.before)] == stopped.before
