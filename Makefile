@@ -109,7 +109,7 @@ verify-cpu: setup
 
 # Whether records are current, of all plans; compiled, which takes minutes, those of one workload: the rest in test-shard
 verify-hopper: setup
-	@$(BIN)/kda-tl verify --gpu hopper --static --workload train-T8192-H32
+	@$(BIN)/kda-tl verify --gpu hopper --static --workload safe-T8192-H32
 
 unit: setup
 	@$(BIN)/python -m pytest -m 'not gpu' --part=test $(PYTEST_FLAGS)

@@ -132,12 +132,13 @@ def test_gates_and_dtypes(gate: str, dtype: str, seed: int) -> None:
     assert_right(draw_call(problem, draw_lengths(rng), seed))
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("chunk_size", (random_of_run("chunk size").choice((16, 32)), 64))
 def test_chunk_sizes(chunk_size: int, seed: int) -> None:
     assert_right(draw_call(SMALL, (20, 0, 1, 70), seed), chunk_size=chunk_size)
 
 
-@pytest.mark.rest(draws=2)
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("kind", [f"{gate} {how}" for gate in GATES for how in ("steep", "flat", "mixed")])
 def test_gates_at_their_limits(kind: str, seed: int) -> None:
     """Finite everywhere, and right where a gradient is not lost among larger ones of its tensor."""
@@ -296,6 +297,7 @@ def test_kept_intermediates_give_the_same_bits(
     assert torch.equal(o, same_o) and (ht is same_ht is None or torch.equal(ht, same_ht))
 
 
+@pytest.mark.rest
 def test_a_plan_may_have_intermediates_kept(seed: int, launched: list[str]) -> None:
     call = draw_call(SMALL, (70,), seed, varlen=False)
     problem = replace(call.problem, direction="bwd")

@@ -31,6 +31,7 @@ pytestmark = [
 # Against the recurrence
 
 
+@pytest.mark.rest(draws=1)
 @specialised
 def test_lengths(problem: Problem, seed: int) -> None:
     for n, T in enumerate((1, 15, 16, 17, 63, 64, 65, 130)):

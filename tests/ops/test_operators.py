@@ -79,7 +79,7 @@ def test_both_passes_equal_the_recurrence(name: str, gate: str, wide: bool, seed
 
 
 @needs_compiler
-@pytest.mark.rest(draws=1)
+@pytest.mark.rest
 @pytest.mark.parametrize("name", load_all())
 def test_what_is_kept_and_states_between_chunks(name: str, seed: int) -> None:
     """The same gradients from what the forward keeps, in a call that returns the states before its chunks too."""

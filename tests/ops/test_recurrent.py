@@ -109,7 +109,7 @@ LACKING: dict[str, tuple[str, Shape, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.rest(draws=4)
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("case", LACKING)
 def test_gates_and_steps(case: str, rng: random.Random) -> None:
     name, shape, without = LACKING[case]

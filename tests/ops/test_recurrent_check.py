@@ -165,7 +165,7 @@ FINE: dict[str, Args] = {
 }
 
 
-@pytest.mark.rest(draws=5)
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("case", CHECKED)
 def test_values_are_checked_when_asked(case: str, checked: None) -> None:
     arguments, sentence = CHECKED[case]

@@ -171,6 +171,7 @@ def test_speculation_equals_the_accepted_tokens_alone(name: str, state_v_first: 
 # Lengths
 
 
+@pytest.mark.rest(draws=4)
 @names
 @pytest.mark.parametrize("kind", ("pool", "columns", "fresh", "keep"))
 def test_ragged_lengths(kind: str, name: str, rng: random.Random) -> None:

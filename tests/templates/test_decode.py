@@ -168,7 +168,7 @@ def test_every_size_has_a_config(gpu: str) -> None:
             assert list(STAGE.candidates(case)), (K, V)
 
 
-@pytest.mark.rest(draws=1, per="target")
+@pytest.mark.rest(draws=1)
 @LAYOUTS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ("decode_step sm_80", "decode_step sm_90a", "decode_rows sm_90a"))

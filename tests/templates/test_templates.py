@@ -96,6 +96,7 @@ def assert_composes(pipeline: Pipeline, call: Call, BT: int, tolerance: float = 
     assert not out["h"][..., p.K :, :].any() and not out["h"][..., p.V :].any(), "padding is zero"
 
 
+@pytest.mark.rest(draws=120)
 @pipelines
 @gates
 @pytest.mark.parametrize("T", RAGGED)
@@ -117,6 +118,7 @@ def test_references_compose_varlen(pipeline: Pipeline, gate: str, seed: int) -> 
         assert_composes(pipeline, draw_call(problem, draw_lengths(rng), seed + n), BT)
 
 
+@pytest.mark.rest(draws=200)
 @pipelines
 @gates
 @pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
