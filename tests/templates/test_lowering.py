@@ -1,8 +1,9 @@
 """Every stage of every default plan becomes CUDA for Hopper, at any head dimension: lowered, neither compiled nor run.
 
-``make test`` draws an eighth of the stages of a plan of each pass, and of another of one pass whose K 64 does not
-divide; the shards and ``make test-all`` take all stages, for every width of K as stored, and for three widths of V of
-each. Which three is the run's draw: all pairs would be an hour and a half of processor time.
+``make test`` draws some stages, one of them at a width of K that 64 does not divide; the shards and ``make test-all``
+take all stages, for every width of K as stored, and for three widths of V of each. Which three is the run's draw: all
+pairs would be an hour and a half of processor time. A stage that plans of both passes have is lowered once for a
+problem: which pass it is in, it does not know (test_specialise.py).
 """
 
 from __future__ import annotations
@@ -11,25 +12,40 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.cases import draw_problem, random_of_run
+from support.cases import KDA, draw_problem, random_of_run
 
 from kda_tl import templates
-from kda_tl.core.problem import DTYPES, Problem
-from kda_tl.core.stage import Case, Stage
+from kda_tl.core.problem import DIRECTIONS, DTYPES, Problem
+from kda_tl.core.stage import Case, Config
 from kda_tl.database.gpus import known_device
 from kda_tl.runtime.dispatch import default_plan
 from kda_tl.runtime.lower import generate_source
 from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.pipelines import PIPELINES
 
 HOPPER = known_device("nvidia_h200")
 WIDTHS = range(32, 257, 32)
 WIDTHS_V = (*WIDTHS, 320, 416, 512)  # value channels are parted among blocks
 SAMPLES = range(3)  # widths of V for one of K
-EIGHTHS = range(8)  # of a plan's stages: all of them take minutes
+STAGES = {stage.name: stage for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages}
 WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
 
 
-@pytest.mark.rest(draws=2)
+def knows_v(name: str) -> bool:
+    """Whether a tensor of a stage has a dimension of V."""
+    return any({"V", "VP"} & set(spec.dims) for spec in STAGES[name].specs.values())
+
+
+# Of a stage that does not know V one width of it: what else is another draw of the same kernel
+PLACES = [
+    (name, "by 16" if width in WIDTHS_BY_16 else "by 64", width, sample)
+    for name in STAGES
+    for width in WIDTHS
+    for sample in (SAMPLES if knows_v(name) else (0,))
+]
+
+
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
 @pytest.mark.parametrize("width", WIDTHS_BY_16)
 def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: random.Random) -> None:
@@ -39,6 +55,7 @@ def test_products_of_rows_that_64_does_not_divide(name: str, width: int, rng: ra
     assert "tl::mma_sync" in generate_source(stage, case, stage.default(case))
 
 
+@pytest.mark.rest
 def test_equations_of_integers_do_not_end_the_process() -> None:
     """Whether values of 144 channels can be loaded as vectors ended Python in Z3 4.15.4."""
     problem = Problem(H=1, HV=2, K=64, V=144, tokens=0, dtype="bf16", gate="log")
@@ -46,6 +63,7 @@ def test_equations_of_integers_do_not_end_the_process() -> None:
     assert "__global__" in generate_source(stage, case, replace(stage.default(case), BV=32))
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("name", ["fwd_state", "bwd_state"])
 def test_nothing_after_the_loop(name: str, states: bool, rng: random.Random) -> None:
@@ -101,38 +119,58 @@ def test_gradients_of_a_safe_gate_without_A_log(has_dt_bias: bool, rng: random.R
     assert "dA_log_part" not in generate_source(stage, case, stage.default(case))
 
 
-@pytest.mark.rest(draws=1, per="direction")
-@pytest.mark.parametrize("eighth", EIGHTHS)
-@pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("width_k", WIDTHS)
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_default_plans_lower(direction: str, width_k: int, sample: int, eighth: int, rng: random.Random) -> None:
-    """Stages that know no V at one of its widths: what else is another draw of the same kernel."""
-    width_v = random_of_run(f"widths of V beside {width_k}, {direction}").sample(WIDTHS_V, len(SAMPLES))[sample]
-    lower_stages(direction, width_k, width_v, eighth, rng, any_v=sample == 0)
+@pytest.mark.rest(draws=1, per="rows")
+@pytest.mark.parametrize(("name", "rows", "width_k", "sample"), PLACES)
+def test_defaults_of_stages_lower(name: str, rows: str, width_k: int, sample: int, rng: random.Random) -> None:
+    width_v = random_of_run(f"widths of V beside {width_k}, {name}").sample(WIDTHS_V, len(SAMPLES))[sample]
+    lower_defaults(name, width_k, width_v, rng)
 
 
-@pytest.mark.rest(draws=1)
-@pytest.mark.parametrize("eighth", EIGHTHS)
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_default_plans_of_an_odd_width_lower(direction: str, eighth: int, rng: random.Random) -> None:
-    lower_stages(direction, rng.choice(WIDTHS_BY_16), rng.choice(WIDTHS), eighth, rng)
-
-
-def knows_v(stage: Stage) -> bool:
-    """Whether a tensor of the stage has a dimension of V."""
-    return any({"V", "VP"} & set(spec.dims) for spec in stage.specs.values())
-
-
-def lower_stages(
-    direction: str, width_k: int, width_v: int, eighth: int, rng: random.Random, any_v: bool = True
-) -> None:
-    """Every eighth stage of a plan; widths of K and V as stored; without any_v only stages that know V."""
-    K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
-    gates: Problem = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), direction=direction)
-    problem = Problem(**{**vars(gates), "scalar_gate": False, "rank": 1})
-    plan = default_plan(problem, HOPPER)
+@pytest.mark.rest
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_defaults_of_hoppers_own_stages_lower(direction: str, rng: random.Random) -> None:
+    """They are for values that 64 divides."""
+    own: dict[str, Config] = {}
+    while not own:
+        K, V = rng.choice((64, 128, rng.randrange(33, 257))), rng.choice(range(64, 513, 64))
+        problem = replace(draw_problem(rng, K=K, V=V, H=1, HV=2, dtype="bf16", **KDA), direction=direction)
+        plan = default_plan(problem, HOPPER)
+        own = {name: config for name, config in plan.stages if name not in STAGES}
     case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
-    pairs = [(stage, config) for name, config in plan.stages if (stage := templates.load(name)).tensors_of(problem)[1]]
-    for stage, config in [(stage, config) for stage, config in pairs if any_v or knows_v(stage)][eighth::8]:
-        assert "__global__" in generate_source(stage, case, config), (problem.key, stage.name)
+    for name, config in own.items():
+        if (stage := templates.load(name)).tensors_of(problem)[1]:
+            assert "__global__" in generate_source(stage, case, config), (problem.key, name)
+
+
+def test_default_plans_have_no_other_stages(rng: random.Random) -> None:
+    """Or the tests above would leave them out."""
+    for direction in DIRECTIONS:
+        for width_k in WIDTHS:
+            for width_v in WIDTHS_V:
+                problem = draw_widths(rng, width_k, width_v, direction)
+                if problem.V % 64 or problem.dtype != "bf16":
+                    assert {name for name, _ in default_plan(problem, HOPPER).stages} <= STAGES.keys()
+
+
+def draw_widths(rng: random.Random, width_k: int, width_v: int, direction: str) -> Problem:
+    """A problem of chunk_kda; widths of K and V as stored."""
+    K, V = width_k - rng.randrange(32), width_v - rng.randrange(32)
+    drawn = draw_problem(rng, K=K, V=V, H=1, HV=2, dtype=rng.choice(DTYPES), **KDA)
+    return replace(drawn, direction=direction)
+
+
+def lower_defaults(name: str, width_k: int, width_v: int, rng: random.Random) -> None:
+    """A stage as default plans of both passes have it for one problem: once, where it is one kernel for both."""
+    stage, lowered = STAGES[name], set()
+    while not lowered:  # bwd_reduce has nothing to do for some problems
+        drawn = draw_widths(rng, width_k, width_v, "fwd")
+        for direction in DIRECTIONS:
+            problem = replace(drawn, direction=direction)
+            plan = default_plan(problem, HOPPER)
+            case = Case(problem=problem, device=HOPPER, BT=plan.BT, BC=plan.BC)
+            if name not in dict(plan.stages) or not stage.tensors_of(problem)[1]:
+                continue
+            kernel = stage.specialise(case), plan.config(name)
+            if kernel not in lowered:
+                assert "__global__" in generate_source(stage, case, plan.config(name)), problem.key
+                lowered.add(kernel)
