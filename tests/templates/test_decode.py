@@ -110,7 +110,7 @@ def test_reference_is_the_judge(kind: str, state_v_first: bool, rng: random.Rand
 
 
 @needs_compiler
-@pytest.mark.rest(draws=4)
+@pytest.mark.rest(draws=2)
 @LAYOUTS
 @pytest.mark.parametrize("config", range(2), ids=("default", "another"))
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,6 +157,8 @@ def test_kernel_equals_reference(
 
 # Other devices, without them
 
+TARGETS = [f"decode_step {gpu} {layout}" for gpu in GPUS for layout in ("kv", "vk")] + ["decode_rows sm_90a vk"]
+
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_size_has_a_config(gpu: str) -> None:
@@ -169,28 +171,30 @@ def test_every_size_has_a_config(gpu: str) -> None:
 
 
 @pytest.mark.rest(draws=1)
-@LAYOUTS
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", ("decode_step sm_80", "decode_step sm_90a", "decode_rows sm_90a"))
-def test_kernels_lower(target: str, kind: str, state_v_first: bool, rng: random.Random) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_lower(target: str, kind: str, rng: random.Random) -> None:
     """To CUDA, of drawn sizes, types, options and configs; decode_rows takes V-first states on boundaries."""
-    name, gpu = target.split()
-    stage, narrow = templates.load(name), name == "decode_rows"
+    name, gpu, layout = target.split()
+    stage, problem = templates.load(name), draw_for(rng, name, kind, state_v_first=layout == "vk")
+    case = case_of(problem, GPUS[gpu])
+    configs = list(stage.candidates(case))
+    assert configs, problem
+    config = rng.choice((stage.default(case), rng.choice(configs)))
+    source = generate_source(stage, case, config)
+    assert "__global__" in source and f"{name}_kernel(" in source, (problem, config)
+
+
+def draw_for(rng: random.Random, name: str, kind: str, state_v_first: bool) -> Problem:
+    """A problem of sizes and types as a stage may take them."""
+    narrow = name == "decode_rows"
     types = Types(io=rng.choice(DTYPES), gates=rng.choice(DTYPES), beta=rng.choice(DTYPES), state=rng.choice(DTYPES))
     dims = {"H": 1, "HV": 2, "K": rng.choice((16, 60, 64, 100, 128, 256)), "V": rng.choice((16, 60, 64, 128, 192))}
     if narrow:
         dims["K"] = rng.choice((64, 128, 256))
-    operator, a = draw(rng, kind, v_first=state_v_first or narrow, shape=dims, types=types)
-    problem = problem_of(operator, a)
-    if rng.random() < 0.3 and not narrow:
-        problem = Problem(**vars(problem) | {"options": (*problem.options, "unaligned")})
-    case = case_of(problem, GPUS[gpu])
-    configs = list(stage.candidates(case))
-    assert configs or narrow
-    if configs:
-        config = rng.choice((stage.default(case), rng.choice(configs)))
-        source = generate_source(stage, case, config)
-        assert "__global__" in source and f"{name}_kernel(" in source, (problem, config)
+    problem = problem_of(*draw(rng, kind, v_first=state_v_first, shape=dims, types=types))
+    unaligned = rng.random() < 0.3 and not narrow
+    return Problem(**vars(problem) | {"options": (*problem.options, "unaligned")}) if unaligned else problem
 
 
 def test_rows_are_taken_of_what_engines_have(rng: random.Random) -> None:
