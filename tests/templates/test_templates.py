@@ -96,7 +96,7 @@ def assert_composes(pipeline: Pipeline, call: Call, BT: int, tolerance: float = 
     assert not out["h"][..., p.K :, :].any() and not out["h"][..., p.V :].any(), "padding is zero"
 
 
-@pytest.mark.rest(draws=120)
+@pytest.mark.rest(draws=60)
 @pipelines
 @gates
 @pytest.mark.parametrize("T", RAGGED)
@@ -107,6 +107,7 @@ def test_references_compose_ragged(pipeline: Pipeline, gate: str, T: int, seed: 
         assert_composes(pipeline, draw_call(problem, (T,) * rng.choice((1, 2)), seed + n, varlen=False), BT)
 
 
+@pytest.mark.rest(draws=20)
 @pipelines
 @gates
 def test_references_compose_varlen(pipeline: Pipeline, gate: str, seed: int) -> None:
@@ -118,7 +119,7 @@ def test_references_compose_varlen(pipeline: Pipeline, gate: str, seed: int) -> 
         assert_composes(pipeline, draw_call(problem, draw_lengths(rng), seed + n), BT)
 
 
-@pytest.mark.rest(draws=200)
+@pytest.mark.rest(draws=100)
 @pipelines
 @gates
 @pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
@@ -176,7 +177,7 @@ def draw_configs(rng: random.Random, stage: Stage, kind: str, case: Case) -> lis
 
 
 @needs_compiler
-@pytest.mark.rest(draws=10, per="kind")
+@pytest.mark.rest(draws=5, per="kind")
 @stages
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu_kernels_equal_references(stage: Stage, kind: str, seed: int) -> None:
@@ -217,6 +218,7 @@ extremes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.rest(draws=80)
 @pipelines
 @extremes
 def test_references_compose_at_the_limits(pipeline: Pipeline, kind: str, seed: int) -> None:
@@ -297,11 +299,12 @@ def draw_setup(stage_name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def hopper_kernels() -> dict[str, tuple[str, dict[str, Any]] | WorkerFailure]:
-    """Source and resources by stage, or why there are none; minutes of processor time."""
+def hopper_kernels(request: pytest.FixtureRequest) -> dict[str, tuple[str, dict[str, Any]] | WorkerFailure]:
+    """Source and resources by stage, or why there are none, of the stages that this run tests."""
     if find_compiler(H200) is None:
         pytest.skip("no nvcc: install a CUDA toolkit, or the extra cuda-compiler")
-    names = [stage.name for stage in COMPILED]  # the longest first
+    tested = {item.name for item in request.session.items if isinstance(item, pytest.Function)}
+    names = [stage.name for stage in COMPILED if f"test_default_compiles_for_sm_90a[{stage.name}]" in tested]
     payloads = [(name, hopper_case(draw_setup(name))) for name in names]
     results = map_pool("support.launches:inspect_job", payloads, jobs=os.cpu_count() or 1, timeout_s=400)
     return {names[i]: result for i, result in results}
