@@ -303,6 +303,7 @@ def test_packing_needs_a_batch_of_one() -> None:
         recurrent_kda(**draw(0, B=2), cu_seqlens=torch.tensor([0, 9]))
 
 
+@pytest.mark.rest(draws=8)
 @seeded
 @layouts
 @gates

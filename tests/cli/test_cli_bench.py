@@ -55,6 +55,7 @@ def test_peers_are_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert "need a GPU" in left_out["flash_qla"] and left_out["cudnn"] == "its kernels take one gate a channel"
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("gate", ["log", "softplus"])
 def test_flash_qla_is_asked_for_the_same(gate: str) -> None:
     """Its function is ours here, which takes the same names and refuses what is not its own."""

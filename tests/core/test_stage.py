@@ -175,7 +175,7 @@ def test_space_and_records_agree(stage: Stage) -> None:
         assert not any(isinstance(choice, bool) != isinstance(choices[0], bool) for choice in choices)
 
 
-@pytest.mark.rest(draws=100)
+@pytest.mark.rest(draws=60)
 @stages
 @devices
 def test_default_is_never_rejected(stage: Stage, device: Device) -> None:

@@ -153,6 +153,7 @@ def test_gates_at_their_limits(kind: str, seed: int) -> None:
         assert grad is None or grad.isfinite().all()
 
 
+@pytest.mark.rest
 @settings(max_examples=8)
 @given(
     problem=st.sampled_from(tuple(DRAWN.values())),
@@ -308,6 +309,7 @@ def test_a_plan_may_have_intermediates_kept(seed: int, launched: list[str]) -> N
         assert launched[:5] == FORWARD and launched[5 + repeated] == "bwd_output"
 
 
+@pytest.mark.rest
 def test_backward_takes_the_chunks_of_the_forward(seed: int, launched: list[str]) -> None:
     call = draw_call(SMALL, (70,), seed, varlen=False)
     with kda_tl.pin(default_plan(call.problem, CPU, BT=16)):

@@ -38,6 +38,7 @@ def test_lengths(problem: Problem, seed: int) -> None:
         assert_right(draw_call(problem, (T,), seed + n, varlen=False))
 
 
+@pytest.mark.rest(draws=1)
 @specialised
 def test_batches(problem: Problem, seed: int) -> None:
     for n, (B, T) in enumerate(((2, 1), (3, 65), (5, 33))):
@@ -53,6 +54,7 @@ def test_packed_sequences(problem: Problem, seed: int) -> None:
     assert_right(draw_call(problem, (64, 64), seed))
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("chunk_size", (16, 32, 64))
 @pytest.mark.parametrize("state_v_first", (False, True), ids=("kv", "vk"))
 def test_intermediate_states(chunk_size: int, state_v_first: bool, seed: int) -> None:

@@ -53,7 +53,7 @@ def draw_served(operator: Operator, gate: str, wide: bool = False) -> Problem:
 
 
 @needs_compiler
-@pytest.mark.rest(draws=1, per="name")
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.parametrize("gate", ("softplus", "log"))
 @pytest.mark.parametrize("name", load_all())
@@ -135,6 +135,7 @@ def test_everything_derived_knows_the_operator(name: str, seed: int) -> None:
     assert torch.equal(compiled()[0], operator.call(**x)[0])
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("name", load_all())
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("T", (0, 20))

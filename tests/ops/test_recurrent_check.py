@@ -165,7 +165,7 @@ FINE: dict[str, Args] = {
 }
 
 
-@pytest.mark.rest(draws=2)
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("case", CHECKED)
 def test_values_are_checked_when_asked(case: str, checked: None) -> None:
     arguments, sentence = CHECKED[case]
@@ -176,7 +176,7 @@ def test_values_are_checked_when_asked(case: str, checked: None) -> None:
     assert torch.equal(arguments["initial_state"], before)
 
 
-@pytest.mark.rest(draws=5)
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("case", FINE)
 def test_good_values_pass(case: str, checked: None) -> None:
     assert fused_recurrent_kda(**FINE[case])[0].isfinite().all()

@@ -68,7 +68,7 @@ def assert_same(function: Callable[..., Any], compiled: Callable[..., Any], a: A
         assert results[0].data_ptr() == one["out"].data_ptr()
 
 
-@pytest.mark.rest(draws=6)
+@pytest.mark.rest(draws=3)
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 @pytest.mark.parametrize("case", CALLS)
 def test_compiled_calls(case: str, backend: str) -> None:
@@ -203,6 +203,7 @@ class Named(Tensor):
     """A subclass as users write them."""
 
 
+@pytest.mark.rest(draws=4)
 @pytest.mark.parametrize("how", ("plain", "subclass", "eager", "aot_eager"))
 @pytest.mark.parametrize("name", ("q", "A_log", "initial_state"))
 def test_a_gradient_that_is_asked_for(name: str, how: str) -> None:

@@ -49,6 +49,7 @@ def fresh(a: Args) -> Args:
 # Padding
 
 
+@pytest.mark.rest(draws=12)
 @PADS
 @pytest.mark.parametrize("kind", ("pool", "columns", "split columns"))
 @pytest.mark.parametrize("T", (1, 3))
@@ -121,6 +122,7 @@ def test_rows_beyond_the_buffer(rng: random.Random) -> None:
     assert torch.equal(o, expected) and changed == [0]
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("kind", ("columns", "split columns"))
 def test_tokens_beyond_the_columns(kind: str, rng: random.Random) -> None:
     """Their states go nowhere, above all not to slot 0."""
@@ -171,7 +173,7 @@ def test_speculation_equals_the_accepted_tokens_alone(name: str, state_v_first: 
 # Lengths
 
 
-@pytest.mark.rest(draws=4)
+@pytest.mark.rest(draws=2)
 @names
 @pytest.mark.parametrize("kind", ("pool", "columns", "fresh", "keep"))
 def test_ragged_lengths(kind: str, name: str, rng: random.Random) -> None:
@@ -227,6 +229,7 @@ def wider(x: Tensor) -> Tensor:
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {"strided": strided, "wider": wider, "turned": scatter}
 
 
+@pytest.mark.rest(draws=6)
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("kind", ("split columns", "keep", "tree"))
@@ -354,6 +357,7 @@ def test_trees_are_their_paths(name: str, state_v_first: bool, rng: random.Rando
             assert relative_error(a["intermediate_states"][n, t], state[0].double()) < FP32
 
 
+@pytest.mark.rest
 def test_a_tree_without_a_row_is_null(rng: random.Random) -> None:
     a = draw_step(rng, "kda", "tree", N=3, T=3, null=(), final=True, placed=True)
     a["intermediate_state_indices"] = ints(2, -1, 0)

@@ -100,7 +100,7 @@ def make_replay(flow: Flow, kernels: dict[str, Any], sizes: dict[str, int], view
     return Replay(trace(flow, {name: kernel.slots for name, kernel in kernels.items()}, sizes), kernels, WHERE, views)
 
 
-@pytest.mark.rest(draws=8)
+@pytest.mark.rest(draws=4)
 @pytest.mark.parametrize("pipeline", CHUNKED.values(), ids=lambda p: p.name)
 def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
     """Whatever the sizes and the tensors that are absent: intermediates never land on one that is still needed."""
@@ -133,7 +133,7 @@ def test_replay_equals_the_pipeline(pipeline: Any, seed: int) -> None:
                     torch.testing.assert_close(results[name], seen, rtol=0, atol=0, msg=f"{name} {problem.key}")
 
 
-@pytest.mark.rest(draws=5)
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("backward", [p for p in PIPELINES.values() if p.direction == "bwd"], ids=lambda p: p.name)
 def test_residuals_spare_the_backward_its_first_stages(backward: Pipeline, seed: int) -> None:
     """From a forward's replay into the backward's: the bits of a backward that makes them itself."""

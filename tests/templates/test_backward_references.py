@@ -118,7 +118,7 @@ def assert_gradients(
                 assert_declared(call, BT, pipeline.segments, stage, inputs)
 
 
-@pytest.mark.rest(draws=10)
+@pytest.mark.rest(draws=5)
 @gates
 @pytest.mark.parametrize("T", RAGGED)
 def test_gradients_ragged(gate: str, T: int, seed: int) -> None:
@@ -137,7 +137,7 @@ def test_gradients_varlen(gate: str, seed: int) -> None:
         assert_gradients(draw_backward(draw_call(problem, draw_lengths(rng), seed + n), seed), BT)
 
 
-@pytest.mark.rest(draws=2)
+@pytest.mark.rest(draws=1)
 @gates
 @pytest.mark.parametrize("family", ({}, SCALAR), ids=("drawn", "scalar"))
 def test_gradients_of_many_segments(gate: str, family: dict[str, Any], seed: int) -> None:
@@ -167,7 +167,7 @@ def test_gradients_of_many_segments(gate: str, family: dict[str, Any], seed: int
                 assert found[name] is expected is None or torch.equal(found[name], expected), name
 
 
-@pytest.mark.rest(draws=18)
+@pytest.mark.rest(draws=9)
 @gates
 @pytest.mark.parametrize(("H", "HV"), ((1, 1), (1, 4), (2, 6)))
 @pytest.mark.parametrize(("K", "V"), ((60, 100), (100, 60), (32, 256), (256, 32)))
@@ -177,6 +177,7 @@ def test_gradients_heads_and_dims(gate: str, H: int, HV: int, K: int, V: int, se
     assert_gradients(draw_backward(draw_call(problem, (70, 0, 1), seed), seed), rng.choice(BT_CHOICES))
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("has_dt_bias", (False, True))
 @pytest.mark.parametrize(("gate", "has_A_log"), (("softplus", True), ("safe", False), ("safe", True)))
 def test_gradients_gate_parameters(gate: str, has_A_log: bool, has_dt_bias: bool, seed: int) -> None:
@@ -186,6 +187,7 @@ def test_gradients_gate_parameters(gate: str, has_A_log: bool, has_dt_bias: bool
         assert_gradients(draw_backward(draw_call(problem, (100, 20), seed), seed), BT)
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("initial_state", (False, True))
 @pytest.mark.parametrize("final_state", (False, True))
 @pytest.mark.parametrize("state_v_first", (False, True))
@@ -198,6 +200,7 @@ def test_gradients_states(initial_state: bool, final_state: bool, state_v_first:
         assert_gradients(draw_backward(draw_call(problem, (33, 0, 1, 64), seed), seed), BT)
 
 
+@pytest.mark.rest(draws=2)
 @pytest.mark.parametrize("l2norm", (False, True))
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradients_beta_and_norm(beta: str, l2norm: bool, seed: int) -> None:

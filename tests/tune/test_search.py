@@ -47,6 +47,7 @@ def small_cost(config: Config) -> float:
 # ---- quality
 
 
+@pytest.mark.rest(draws=1)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_60_trials_come_within_5_percent_of_the_enumerated_best(batch: int) -> None:
     assert 350 < len(SPACE) < 450

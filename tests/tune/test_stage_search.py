@@ -63,6 +63,7 @@ def test_a_killed_search_goes_on_and_repeats_no_measurement(stopped: Stopped) ->
     assert stopped.result.search.resumed == len(stopped.before)
 
 
+@pytest.mark.rest
 def test_every_failure_is_recorded_as_what_it_is_and_the_search_goes_on(stopped: Stopped) -> None:
     statuses = {(t.config["kind"], t.config["repeat"]): t.status for t in stopped.after}
     assert statuses == {
@@ -83,6 +84,7 @@ def test_every_failure_is_recorded_as_what_it_is_and_the_search_goes_on(stopped:
     assert stopped.result.rejected == {"refused configs are refused": 2, "one of each failure is enough": 6}
 
 
+@pytest.mark.rest
 def test_the_faster_config_wins_and_tells_by_how_much(stopped: Stopped) -> None:
     result = stopped.result
     assert result.winner == fake_stages.FakeConfig(repeat=1)
@@ -91,6 +93,7 @@ def test_the_faster_config_wins_and_tells_by_how_much(stopped: Stopped) -> None:
     assert result.ratio > 1.5 and result.ci95[0] <= result.ratio <= result.ci95[1]
 
 
+@pytest.mark.rest
 def test_a_finished_stage_is_answered_from_the_journal(
     stopped: Stopped, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
