@@ -134,11 +134,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Shares:
-    """Chunks, query/key heads, value heads of each, and in how many parts those are done; without groups no parts."""
+    """Chunks, query/key heads, parts of a head's value heads, none without groups, and how many value heads each has.
+
+    All parts have the same number: of one of its own each thread would keep a copy, for which there is no register.
+    """
 
     NT: Any
     heads: Any
-    group: Any = 1
+    each: Any = 1
     parts: Any = None
 
     @property
@@ -153,14 +156,17 @@ class Shares:
 
 @T.macro
 def share_work(heads, NT, blocks):
-    """Parts as many as blocks have work for, one if there is enough."""
+    """Parts as many as blocks have work for and the value heads divide by, one if there is enough."""
     total = T.alloc_var("int32")
     total = heads.HV  # or the size would get the name of divide's parameter
     group, _ = divide(total, (heads.H,))
     share, _ = divide(blocks + 0, (NT * heads.H,))
     parts = T.alloc_var("int32")
     parts = T.max(1, T.min(share, group))
-    return Shares(NT, heads.H, group, parts)
+    while group % parts != 0:
+        parts = parts - 1
+    each, _ = divide(group, (parts,))
+    return Shares(NT, heads.H, each, parts)
 
 
 @T.macro
@@ -172,16 +178,16 @@ def _find_head(i, shares):
 @T.macro
 def _find_part(i, shares):
     i_t, i_unit, _ = split_block(i, (shares.NT, shares.units))
-    i_h, part = divide(i_unit, (shares.parts,))
-    begin, _ = divide(part * shares.group, (shares.parts,))
-    end, _ = divide((part + 1) * shares.group, (shares.parts,))
-    return Work(i_t, i_h, i_h * shares.group + begin, end - begin)
+    i_h, _ = divide(i_unit, (shares.parts,))
+    return Work(i_t, i_h, i_unit * shares.each, shares.each)
 
 
 @T.macro
 def read_head(x, at, BT, raw_gate, raw_step):
     """Gates and steps of a value head, a token a thread, before they are needed."""
     thread = T.get_thread_binding()
+    T.assume(0 <= at.i_hv)
+    T.assume(at.i_hv < x.g.shape[1])
     if thread < BT:
         raw_gate[0] = T.if_then_else(thread < at.count, x.g[at.start + thread, at.i_hv, 0], 0)
         raw_step[0] = T.if_then_else(thread < at.count, x.beta[at.start + thread, at.i_hv], 0)
@@ -211,6 +217,8 @@ def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
     queries, keys = alloc_pairs(BT)  # in the place of rows
     for m in T.serial(work.count):
         at = Chunk(work.i_t, work.first + m, work.i_h, start, count)
+        T.assume(0 <= at.i_hv)
+        T.assume(at.i_hv < x.g.shape[1])
         if thread < BT:
             factor[b_factor.first + thread] = T.if_then_else(thread < count, find_step(p, raw_step[0]), 0.0)
         sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G, raw_gate)
