@@ -53,11 +53,12 @@ def start_from(p: Problem) -> Any:
     """A macro that loads the states which the caller gives, or zeros."""
 
     @T.macro
-    def load_state(state, h0, i_s, segments, i_h, v0, k0):
+    def load_state(state, start, k0):
         if p.initial_state:
-            i_n = segments[i_s, 2]
+            i_n = start.segments[start.i_s, 2]
             for i, j in T.Parallel(*state.shape):
-                state[i, j] = T.if_then_else(k0 + j < p.K, h0[at_state(p, i_n, i_h, k0 + j, v0 + i)], 0.0)
+                at = at_state(p, i_n, start.i_h, k0 + j, start.v0 + i)
+                state[i, j] = T.if_then_else(k0 + j < p.K, start.states[at], 0.0)
         else:
             T.clear(state)
 

@@ -30,9 +30,9 @@ def build(case: Case, config: OutputConfig) -> Any:
     """The kernel: every segment has a state to start from."""
 
     @T.macro
-    def load_state(state, starts, i_s, segments, i_h, v0, k0):
+    def load_state(state, start, k0):
         for i, j in T.Parallel(*state.shape):
-            state[i, j] = starts[i_s, i_h, v0 + i, k0 + j]
+            state[i, j] = start.states[start.i_s, start.i_h, start.v0 + i, k0 + j]
 
     return build_recurrence("fwd_resume", case, config, INPUTS["starts"], load_state)
 

@@ -5,7 +5,8 @@ of what it multiplies, from one triple into the next.
 
     warps                        registers    produce                          consume
     4, or twice 4: multiply      232 or 248   o, h, ht; ROWS channels a group  both rings
-    1: loads (3 more are idle)   40           both rings                       tensors in memory
+    1: loads                     40           both rings                       tensors in memory
+    3: idle                      40           o, where each group has a sender, see sender
 
     ring    slots         tiles
     first   num_stages    v and k_neg (and qg of a state of 256 channels): what is multiplied first
@@ -70,7 +71,7 @@ PART = 64  # channels of a wider state that are rounded at once
 REGISTERS = 232  # a multiplying thread's: two groups with it and a loader's have what a multiprocessor has
 WIDE_REGISTERS = 248  # of one group: with 232, ptxas (CUDA 13.0) waits after each product of a state of 256 channels
 LOADER_REGISTERS = 40
-OUTPUT_BARRIER = 12  # and 13: of a warpgroup each, as the next; TileLang counts its own from 3
+OUTPUT_BARRIER = 12  # and 13: of a warpgroup each, as the next and those of sender; TileLang counts its own from 3
 STATES_BARRIER = 14
 
 
@@ -116,6 +117,22 @@ class Products:
     issue_values: Any  # everything that the rounded state is multiplied with at once, on its way
     finish_values: Any  # what the inverse is multiplied with, rounded
     finish_chunk: Any  # the output, the state after the chunk, and its rounded copy
+    store_output: Any = store_output  # of the chunk before
+    store_last: Any = store_last
+    send: Any = None  # the part of a warp for each warpgroup, if outputs are sent by others than who makes them
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state before a segment, of ROWS channels from v0 on."""
+
+    states: Any
+    segments: Any
+    i_s: Any
+    i_h: Any
+    v0: Any
+    tile: Any  # a warpgroup's in shared memory, if products have one for it
+    barrier: Any  # a named one, the warpgroup's own
 
 
 class Sizes:
@@ -263,10 +280,10 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
     for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
         i = i_block + n * blocks
         i_s, i_h, _ = split_block(i, (segments.shape[0], HV), z.VB)
-        v0 = z.first_channel(i, group)
+        v0, barrier = z.first_channel(i, group), STATES_BARRIER + group
         _, chunks, start, end = find_chunks(segments, chunk_tokens, i_s)
         for m, part in enumerate(state):
-            load_state(part, x.states, i_s, segments, i_h, v0, m * z.width)
+            load_state(part, Start(x.states, segments, i_s, i_h, v0, tiles.start[group], barrier), m * z.width)
         if z.rounds_whole:
             T.copy(state[0], state_io)
         T.clear(output)
@@ -279,7 +296,8 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             if p.intermediate_states:
                 store_state([state_io] if z.rounds_whole else state, tiles.h[group], h, segments[i_s, 0] + c, i_h, v0)
             row = start + (c - 1) * BT
-            store_output(rounded, Output(tiles.o[group], o, row, start, end, i_h, v0, OUTPUT_BARRIER + group))
+            own = Output(tiles.o[group], o, row, start, end, i_h, v0, OUTPUT_BARRIER + group)
+            z.products.store_output(rounded, own)
             if not z.rounds_whole:
                 multiply_parts(r, tiles.k_neg, tiles.qg, slot)
             z.products.finish_values(z, r, tiles, group, slot)
@@ -294,7 +312,8 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
             T.sync_threads(STATES_BARRIER + group, WARPGROUP)
         rounded = round_output(output, io)
         row = start + (chunks - 1) * BT
-        store_last(rounded, Output(tiles.o[group], o, row, start, end, i_h, v0, OUTPUT_BARRIER + group))
+        own = Output(tiles.o[group], o, row, start, end, i_h, v0, OUTPUT_BARRIER + group)
+        z.products.store_last(rounded, own)
         if p.final_state:
             store_final(p, state, x.ht, segments, i_s, i_h, v0)
     T.tma_store_wait(0)
@@ -302,7 +321,7 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
 
 @T.macro
 def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
-    """The part of the warp that loads."""
+    """The part of the warp that loads, and of those that send."""
     BT = z.case.BT
     segments, chunk_tokens, HV = x.segments, x.chunk_tokens, x.v.shape[1]
     step = T.alloc_var("int32")
@@ -330,6 +349,10 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                 z.products.load_rest(z, x, i_t, i_h, tiles, rest_slot, rest_ring.full, start + c * BT, end)
                 rest_ring.commit(rest_slot)
                 step = step + 1
+    elif z.products.send is not None:
+        for group in list(range(z.groups)):
+            if T.get_thread_binding() // PRODUCER == z.config.consumers // PRODUCER + 1 + group:
+                z.products.send(z, group, i_block, blocks, x, tiles.o[group])
 
 
 @T.macro
@@ -350,7 +373,8 @@ def recur(z, load_state, i_block, blocks, x):
     T.annotate_layout(layout_lower(found["A"], found["Aqk"]) | layout_values(*v_shared, *o_shared))
     store_constants([found["A"], found["Aqk"]], found.get("identity"))
 
-    tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o and h one a warpgroup
+    found = {"start": [None] * groups} | found
+    tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o, h and start one a warpgroup
     first_ring, rest_ring = Ring(first_full, first_empty), Ring(rest_full, rest_empty)
     if thread < WARPGROUP:
         multiply(z, load_state, 0, i_block, blocks, x, tiles, first_ring, rest_ring)
@@ -363,8 +387,7 @@ def recur(z, load_state, i_block, blocks, x):
 def build_recurrence(name: str, case: Case, config: OutputConfig, start: str, load_state: Any) -> Any:
     """The kernel of the stage ``name``, whose segments start from a tensor of states with the spec ``start``.
 
-    ``load_state`` is a macro of the fragment to fill, that tensor, the segment, its row of ``segments``, the head and
-    the first channels of value and key.
+    ``load_state`` is a macro of the fragment to fill, the :class:`Start`, and the first channel of keys.
     """
     z, heads = Sizes(case, config, FACTOR_PRODUCTS), Heads.of(case.problem)
     NT, tokens, N, NS = T.dynamic("NT"), T.dynamic("tokens"), T.dynamic("N"), T.dynamic("NS")

@@ -171,7 +171,8 @@ def take_transposed(tile, slot):
     for n in T.unroll(tile.shape[1] // 16):
         place, pairs = find_eights(n, lane, warp)
         T.call_extern(
-            "handle", "tl::ptx_ldmatrix_x4_trans", T.address_of(tile[(slot, *place)]), T.address_of(taken[pairs])
+            *("handle", "tl::ptx_ldmatrix_x4_trans"),
+            *(T.access_ptr(tile[(slot, *place)], "r", extent=8), T.address_of(taken[pairs])),
         )
     return taken
 
@@ -263,15 +264,21 @@ class Output:
 
 
 @T.macro
-def _put(rounded, x):
-    """To shared memory by four instructions (stmatrix), where elements one by one are 32."""
+def put_transposed(rounded, tile, find):
+    """To shared memory by four instructions (stmatrix), where elements one by one are 32; ``find`` gives addresses."""
     thread = T.get_thread_binding()
     lane, warp = thread % 32, thread % WARPGROUP // 32
+    for n in T.unroll(tile.shape[0] // 16):
+        place, pairs = find_eights(n, lane, warp)
+        T.call_extern("handle", "store_transposed", find(tile[place]), T.address_of(rounded[pairs]))
+
+
+@T.macro
+def _put(rounded, x):
+    """To shared memory, for a copy by the same warpgroup."""
     T.tma_store_wait(0)  # the last chunk's output has been read
     T.sync_threads(x.barrier, WARPGROUP)
-    for n in T.unroll(x.tile.shape[0] // 16):
-        place, pairs = find_eights(n, lane, warp)
-        T.call_extern("handle", "store_transposed", T.address_of(x.tile[place]), T.address_of(rounded[pairs]))
+    put_transposed(rounded, x.tile, T.address_of)
     T.fence_proxy_async()
     T.sync_threads(x.barrier, WARPGROUP)
 
@@ -282,6 +289,16 @@ def _send(x):
     BT, BV = x.tile.shape
     rows = x.o[x.first : x.first + BT, x.i_h, x.v0 : x.v0 + BV]
     T.tma_copy(x.tile, rows, leader_scope_threads=WARPGROUP)
+
+
+@T.macro
+def store_rows(x):
+    """Those rows of a chunk that are its sequence's, from there to memory, by a warpgroup's threads."""
+    BT, BV = x.tile.shape
+    own = HeadRows.of(x.o, x.first, x.i_h)
+    for i, j in T.Parallel(BT, BV):
+        if x.first + i < x.end:
+            own.rows[i, x.v0 + j] = x.tile[i, j]
 
 
 @T.macro
@@ -298,16 +315,13 @@ def store_output(rounded, x):
 @T.macro
 def store_last(rounded, x):
     """The same of a last chunk: what follows it may be another sequence's."""
-    BT, BV = x.tile.shape
+    BT, _ = x.tile.shape
     if x.first >= x.start:
         _put(rounded, x)
         if x.first + BT <= x.end:
             _send(x)
         else:
-            own = HeadRows.of(x.o, x.first, x.i_h)
-            for i, j in T.Parallel(BT, BV):
-                if x.first + i < x.end:
-                    own.rows[i, x.v0 + j] = x.tile[i, j]
+            store_rows(x)
 
 
 @T.macro

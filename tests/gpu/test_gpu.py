@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from support.cases import LOWEST, Call, draw_call, operator_arguments
 from support.chunked import STAGES
 from support.gpu_calls import assert_same_bits, check_stage, draw, outputs, spiked_gates
 from support.gpu_cases import (
+    AFTER_EACH_OTHER,
     BT,
     DECAYS,
     FORWARD,
     HUGE,
     MAIN,
+    MANY,
     OTHERS,
     PACKED,
     compile_all,
@@ -95,6 +98,12 @@ def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
         assert_right(draw(name, (T,), seed + n, decay), BT)
     assert_right(draw(name, (70, 70, 70), seed, decay), BT, batch=3)
     assert_right(draw(name, PACKED, seed, decay, varlen=True), BT)
+
+
+@pytest.mark.parametrize("state_v_first", (False, True))
+def test_blocks_that_take_sequence_after_sequence(state_v_first: bool, seed: int) -> None:
+    call = draw_call(replace(AFTER_EACH_OTHER, state_v_first=state_v_first), MANY, seed, varlen=True, device="cuda")
+    assert_right(call, 64)
 
 
 @forward

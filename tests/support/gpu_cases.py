@@ -173,10 +173,19 @@ LONG = (
     *("scan-softplus-K64-V128", "walk-gdn-softplus-GVA-vk"),
 )
 LONG_TOKENS = (1000, 4096)
+MANY = (70,) * 70 + (130, 0, 1, 0, 64)  # with heads more than multiprocessors, which take one after the other
 FORWARD = SPECIALISED | HOPPER | ODD | OTHER
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
 HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
+AFTER_EACH_OTHER = replace(
+    FORWARD["prep-gdn-softplus-K128-V128-GVA-vk"][1],
+    H=2,
+    HV=4,
+    tokens=sum(MANY),
+    sequences=len(MANY),
+    longest=max(MANY),
+)
 backward = pytest.mark.parametrize("name", BACKWARD)
 specialised = pytest.mark.parametrize("name", SPECIALISED | OTHER)
 forward = pytest.mark.parametrize("name", FORWARD)
@@ -360,6 +369,9 @@ def list_kernels() -> list[Job]:
         wanted += jobs_of(problem, plan_of(problem, BT_of_it))
     for problem in (WIDE, HUGE):
         wanted += jobs_of(problem, plan_of(problem, BT))
+    for state_v_first in (False, True):
+        problem = replace(AFTER_EACH_OTHER, state_v_first=state_v_first)
+        wanted += jobs_of(problem, hopper_plan(problem))
     wanted += jobs_of(HUGE, hopper_plan(HUGE))
     for name in OTHERS:
         for stage_name in STAGES:
