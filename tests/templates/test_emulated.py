@@ -86,9 +86,9 @@ def test_kernel_for_hopper_equals_reference(name: str, H: int, HV: int, seed: in
 
 @needs_compiler
 @pytest.mark.rest(draws=1)
-@pytest.mark.parametrize("num_sms", (1, 8, 30), ids=["whole", "of one and two", "one by one"])
+@pytest.mark.parametrize("num_sms", (1, 8, 30), ids=["whole", "no part of two", "one by one"])
 def test_pairs_of_value_heads_that_blocks_part(num_sms: int, seed: int) -> None:
-    """Three share a head, of which there are eight in the chunks: for two, 16 and up to 24 blocks.
+    """Three share a head, of which there are eight in the chunks: for two, 16 and up to 24 blocks. Parts are equal.
 
     Of 128 channels: what is made of one head then has room enough to lie where the next must find something.
     """
