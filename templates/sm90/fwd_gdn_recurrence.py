@@ -27,7 +27,7 @@ from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, 
 from kda_tl.templates.common.heads import Heads
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
-from kda_tl.templates.sm90 import fwd_recurrence, sender
+from kda_tl.templates.sm90 import fwd_recurrence
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost
 from kda_tl.templates.sm90.hopper import PAIRS, READY, TABLES
 from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur, states_bytes
@@ -53,6 +53,7 @@ from kda_tl.templates.sm90.recurrence import (
     load_values,
     take_transposed,
 )
+from kda_tl.templates.sm90.sender import leave_last, leave_output, send
 from kda_tl.templates.sm90.starts import alloc_slices, load_slices, slice_bytes
 
 INPUTS = {
@@ -196,7 +197,7 @@ def finish_chunk(z, r, tiles, slot):
 
 ROW_PRODUCTS = Products(
     *(await_pairs, load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, finish_chunk),
-    *(sender.store_output, sender.store_last, sender.send),
+    *(leave_output, leave_last, send),
 )
 
 

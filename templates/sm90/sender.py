@@ -1,8 +1,8 @@
 """Output by a warp of its own: a warpgroup that multiplies leaves a chunk in shared memory, and goes on at once.
 
-    who        waits until             then                             tells
-    group      the tile has been read  puts a chunk there               that it is there, without waiting
-    warp       the chunk is there      sends it, and waits for the copy that the tile has been read
+    who        waits until               then                                        tells
+    group      the tile has been read    puts a chunk there                          that it is there, without waiting
+    warp       the chunk is there        sends it, and waits until that has read it  that the tile has been read
 
 They tell each other by two named barriers a warpgroup. The fence between what one proxy writes and the other reads may
 lie anywhere on the way: it is the warp's, since a group would wait for it in each chunk. Of a chunk that is not whole
@@ -30,7 +30,7 @@ def find_unseen(element: Any) -> Any:
 
 
 @T.macro
-def store_output(rounded, x):
+def leave_output(rounded, x):
     """As recurrence.store_output, for the warp to send."""
     if x.first >= x.start:
         T.sync_threads(x.barrier + READ, BOTH)
@@ -39,9 +39,9 @@ def store_output(rounded, x):
 
 
 @T.macro
-def store_last(rounded, x):
+def leave_last(rounded, x):
     """As recurrence.store_last, for the warp to send if it is whole."""
-    store_output(rounded, x)
+    leave_output(rounded, x)
     if (x.first >= x.start) & (x.first + x.tile.shape[0] > x.end):
         T.sync_threads(x.barrier + OWN, WARPGROUP)
         store_rows(x)
