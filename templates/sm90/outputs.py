@@ -43,6 +43,7 @@ from kda_tl.templates.sm90.recurrence import (
     WARPGROUP,
     Output,
     RecurrenceConfig,
+    Start,
     find_chunks,
     finish_values,
     issue_transposed,
@@ -120,19 +121,6 @@ class Products:
     store_output: Any = store_output  # of the chunk before
     store_last: Any = store_last
     send: Any = None  # the part of a warp for each warpgroup, if outputs are sent by others than who makes them
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state before a segment, of ROWS channels from v0 on."""
-
-    states: Any
-    segments: Any
-    i_s: Any
-    i_h: Any
-    v0: Any
-    tile: Any  # a warpgroup's in shared memory, if products have one for it
-    barrier: Any  # a named one, the warpgroup's own
 
 
 class Sizes:

@@ -250,6 +250,19 @@ def round_output(output, dtype):
 
 
 @dataclass(frozen=True)
+class Start:
+    """The state before a segment, of ROWS channels from v0 on."""
+
+    states: Any
+    segments: Any
+    i_s: Any
+    i_h: Any
+    v0: Any
+    tile: Any  # a warpgroup's in shared memory, if products have one for it
+    barrier: Any  # a named one, the warpgroup's own
+
+
+@dataclass(frozen=True)
 class Output:
     """Where a chunk's output goes, by one warpgroup."""
 
