@@ -2,8 +2,8 @@
 
 ``make test`` draws some stages, one of them at a width of K that 64 does not divide; the shards and ``make test-all``
 take all stages, for every width of K as stored, and for one width of V of each, the run's draw: all pairs would be an
-hour and a half of processor time. A stage that plans of both passes have is lowered once for a
-problem: which pass it is in, it does not know (test_specialise.py).
+hour and a half of processor time. A stage that plans of both passes have is lowered once for a problem: which pass it
+is in, it does not know (test_specialise.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ WIDTHS = range(32, 257, 32)
 WIDTHS_V = (*WIDTHS, 320, 416, 512)  # value channels are parted among blocks
 STAGES = {stage.name: stage for name in ("staged", "staged_backward") for stage in PIPELINES[name].stages}
 WIDTHS_BY_16 = tuple(width for width in WIDTHS if width > 64 and width % 64)  # what wgmma's 64 rows do not divide
-
-
 PLACES = [(name, "by 16" if width in WIDTHS_BY_16 else "by 64", width) for name in STAGES for width in WIDTHS]
 
 
