@@ -157,7 +157,20 @@ def find_gradients(r, tiles, slot):
     wait_for_values(r, 0)
     T.warpgroup_fence_operand(of_output, num_regs=of_output.shape[1] // 2)
     for i, j in T.Parallel(*r.value.shape):
-        r.value_io[i, j] = T.cast(r.value[i, j] * end[i, j] + of_output[i, j], r.value_io.dtype)
+        r.value[i, j] = r.value[i, j] * end[i, j] + of_output[i, j]
+    T.copy(r.value, r.value_io)
+
+
+@T.macro
+def multiply_gradients(r, A, slot):
+    """dV'^T A on its way. What dV' lost by its rounding meets the diagonal alone, the step sizes.
+
+    Without it dbeta, the product of a token's dX with its own V', would have one rounding more than FlashQLA's.
+    """
+    for i, j in T.Parallel(*r.value.shape):
+        lost = r.value[i, j] - T.cast(r.value_io[i, j], "float32")
+        r.value[i, j] = lost * T.cast(A[slot, j, j], "float32")
+    T.wgmma_gemm(r.value_io, A[slot, :, :], r.value, policy=T.BY_ROWS)
 
 
 @T.macro
@@ -179,7 +192,9 @@ def take_gradients(r, tiles, slot):
     T.copy(r.value, r.value_io)
 
 
-ROW_PRODUCTS = Products(alloc_tiles, load_chunk, find_values, take_values, find_gradients, take_gradients)
+ROW_PRODUCTS = Products(
+    *(alloc_tiles, load_chunk, find_values, take_values, find_gradients, take_gradients, multiply_gradients)
+)
 
 
 def build(case: Case, config: GdnScanConfig) -> Any:

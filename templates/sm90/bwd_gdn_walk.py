@@ -45,7 +45,7 @@ from kda_tl.templates.common.heads import Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import at_state, prim_func
 from kda_tl.templates.sm90 import bwd_gdn_gradients, bwd_heads, bwd_scan
-from kda_tl.templates.sm90.bwd_gdn_scan import find_gradients, take_gradients
+from kda_tl.templates.sm90.bwd_gdn_scan import find_gradients, multiply_gradients, take_gradients
 from kda_tl.templates.sm90.bwd_gradients import DEPENDS, TOLERANCE
 from kda_tl.templates.sm90.bwd_gradients import OUTPUTS as GRADIENTS
 from kda_tl.templates.sm90.chain import Slot, load_pairs, load_queries, load_rows
@@ -196,7 +196,7 @@ def walk(case, config, x, tiles, rings, w, far, scalars):
         if c >= w.passed:
             T.copy(r.state_io, tiles.dstate)
         find_gradients(r, tiles, slot)
-        T.wgmma_gemm(r.value_io, tiles.A[0, :, :], r.value, clear_accum=True, policy=T.BY_ROWS)
+        multiply_gradients(r, tiles.A, one)
         rings.queries.wait(one, turn)
         take_gradients(r, tiles, slot)
         rings.pairs.release(one)

@@ -145,6 +145,7 @@ class Products:
     take_values: Any  # the values, rounded, and the state that takes them on its way
     find_gradients: Any  # backwards: the same of gradients
     take_gradients: Any
+    multiply_gradients: Any  # with the inverse, on their way
 
 
 @T.macro
@@ -231,7 +232,15 @@ def take_gradients(r, tiles, slot):
     T.wgmma_gemm(r.value_io, tiles.k_neg[slot, :, :], r.state, policy=T.BY_ROWS)
 
 
-FACTOR_PRODUCTS = Products(alloc_tiles, load_chunk, find_values, take_values, find_gradients, take_gradients)
+@T.macro
+def multiply_gradients(r, A, slot):
+    """dV'^T A on its way."""
+    T.wgmma_gemm(r.value_io, A[slot, :, :], r.value, clear_accum=True, policy=T.BY_ROWS)
+
+
+FACTOR_PRODUCTS = Products(
+    *(alloc_tiles, load_chunk, find_values, take_values, find_gradients, take_gradients, multiply_gradients)
+)
 
 
 @T.macro
@@ -264,7 +273,7 @@ def walk_backwards(case, config, products, load_state, ends, tiles, ring, w, kep
         i_c = w.chunks - 1 - c
         ring.wait(slot, phase)
         products.find_gradients(r, tiles, slot)
-        T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, clear_accum=True, policy=T.BY_ROWS)
+        products.multiply_gradients(r, tiles.A, slot)
         if kept is not None:
             shared, tensors = (kept.state_shared,), (kept.state,)
             store_tiles((r.state_io,), shared, tensors, w.first + i_c, w.i_h, w.v0, config.consumers)
