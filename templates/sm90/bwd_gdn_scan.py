@@ -165,7 +165,7 @@ def find_gradients(r, tiles, slot):
 def multiply_gradients(r, A, slot):
     """dV'^T A on its way. What dV' lost by its rounding meets the diagonal alone, the step sizes.
 
-    Without it dbeta, the product of a token's dX with its own V', would have one rounding more than FlashQLA's.
+    Without it dbeta, the product of a token's dX with its own V', would have one rounding more.
     """
     for i, j in T.Parallel(*r.value.shape):
         lost = r.value[i, j] - T.cast(r.value_io[i, j], "float32")
