@@ -63,7 +63,7 @@ test: setup
 	@$(MAKE) --no-print-directory -j types verify
 	@$(MAKE) --no-print-directory unit
 
-# A process that has lowered hundreds of kernels is slower and larger: where the rest took 57 minutes, a quarter takes 11
+# In parts: processes that lower the kernels of all the rest grow to 3 GB
 test-all:
 	@$(MAKE) --no-print-directory test
 	@for n in 1 2 3 4; do $(MAKE) --no-print-directory test-shard SHARD=$$n/4 || exit; done
