@@ -90,7 +90,7 @@ def dot_tiles(tiles):
 
 @T.macro
 def compute_pairs(of_q, of_k, tiles, slot):
-    """P and R, rounded, to shared memory, and what dX has of its own value."""
+    """P and R, rounded, to shared memory, what P loses by that to dX's, and what dX has of its own value."""
     BT, powers, pairs = of_q.shape[0], tiles.powers, tiles.pairs
     for i, j in T.Parallel(BT, BT):
         if i == j:
@@ -102,6 +102,8 @@ def compute_pairs(of_q, of_k, tiles, slot):
         of_k[i, j] = of_k[i, j] * (-powers[slot, KEY_NORM, i] * powers[slot, KEY_NORM, j] * seen)
     for i, j in T.Parallel(BT, BT):
         pairs[i, j] = T.cast(of_q[i, j], pairs.dtype)
+    for i, j in T.Parallel(BT, BT):
+        tiles.dx[i, j] = T.cast(of_q[i, j] - T.cast(T.cast(of_q[i, j], pairs.dtype), "float32"), pairs.dtype)
     for i, j in T.Parallel(BT, BT):
         pairs[i, BT + j] = T.cast(of_k[i, j], pairs.dtype)
 
@@ -130,6 +132,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
             gradient.rows[i, c] = tiles.dx[i, c]
     dot_tiles(tiles)
     wait_for(pair_q, pair_k, of_q, of_row)
+    meet()  # the other warpgroup's products have read dX and its rest
     compute_pairs(pair_q, pair_k, tiles, slot)
     for i, c in T.Parallel(BT, K):
         of_q[i, c] = of_q[i, c] * powers[slot, QUERY, i]
@@ -139,6 +142,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
     meet()
     T.wgmma_gemm(tiles.values[0, :, :], tiles.dstate, of_key, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.pairs[:, 0:BT], tiles.k[slot, :, :], of_q, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.dx[:, 0:BT], tiles.k[slot, :, :], of_q, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.pairs[:, BT : 2 * BT], tiles.k[slot, :, :], of_row, policy=T.BY_COLUMNS)
     store_beta(p, x.beta, x.dbeta, tiles.db, at)
     wait_for(of_q, of_row, of_key)
@@ -147,6 +151,7 @@ def finish_chunk(case, x, tiles, rings, slot, own, turn, at, scalars):
         of_key[i, c] = of_key[i, c] * powers[slot, END, i]
     dot(tiles.k, slot, of_key, tiles.sums, 3)
     T.wgmma_gemm(tiles.pairs[:, 0:BT], tiles.q[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+    T.wgmma_gemm(tiles.dx[:, 0:BT], tiles.q[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(tiles.pairs[:, BT : 2 * BT], tiles.k[slot, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
     dot(tiles.q.tile, 0, of_q, tiles.sums, 0)
     dot(tiles.k, slot, of_row, tiles.sums, 1)
