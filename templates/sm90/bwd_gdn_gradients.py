@@ -61,6 +61,7 @@ from kda_tl.templates.sm90.gdn_gradients import (
     round_rows,
     store_beta,
     store_gate,
+    store_lost,
     store_rows,
     take_norms,
     wait_for,
@@ -104,7 +105,7 @@ class GdnGradientsConfig(HopperConfig):
     def smem_bytes(self, case: Case) -> int:
         """q and k, dO and dX, in whose place are pairs, values, a state, and numbers of rows."""
         p, BT = case.problem, case.BT
-        return (2 * BT * p.K + 2 * BT * max(p.V, BT) + p.V * BT + p.V * p.K) * 2 + 4 * BT * 4
+        return (2 * BT * p.K + BT * max(2 * p.V, 3 * BT) + p.V * BT + p.V * p.K) * 2 + 4 * BT * 4
 
 
 def norm_of(factor: Any, n: int) -> Any:
@@ -181,6 +182,7 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             T.sync_threads()
 
             db = T.alloc_shared((BT,), f32)
+            store_lost(p, rows, factor, scale, beta, at, db)
             T.fence_proxy_async()
             found = multiply_values(outer, value_shared, G, factor, scale, db)
             of_q = T.alloc_fragment((BT, K), f32)
@@ -190,7 +192,7 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             wait_for(of_q, of_row)
             T.sync_threads()
             T.async_copy(dstates[i_t, i_hv, :, :], state)
-            pairs = T.alloc_shared((2, BT, BT), io)
+            pairs = T.alloc_shared((len(found), BT, BT), io)
             for n, tile in enumerate(found):
                 for i, j in T.Parallel(BT, BT):
                     pairs[n, i, j] = tile[i, j]
@@ -203,6 +205,7 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
             store_beta(p, beta, dbeta, db, at)
             sums = T.alloc_shared((4, GROUPS, BT), f32)
             T.wgmma_gemm(pairs[0, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(pairs[2, :, :], rows[1, :, :], of_q, policy=T.BY_COLUMNS)
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_row, policy=T.BY_COLUMNS)
             wait_for(of_q, of_row)
 
@@ -216,6 +219,7 @@ def build(case: Case, config: GdnGradientsConfig) -> Any:
                 of_key[i, c] = of_key[i, c] * (factor[at_k(i)] * T.exp2(G[BT - 1] - G[i]))
             dot(rows, 1, of_key, sums, 3)
             T.wgmma_gemm(pairs[0, :, :], rows[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
+            T.wgmma_gemm(pairs[2, :, :], rows[0, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
             T.wgmma_gemm(pairs[1, :, :], rows[1, :, :], of_key, transpose_A=True, policy=T.BY_COLUMNS)
             wait_for(of_key)
             parts = T.alloc_shared((ROWS_AT_ONCE,), f32)
@@ -246,9 +250,9 @@ default = GdnGradientsConfig.default
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """Every tensor once; nine products of 64 rows."""
+    """Every tensor once; eleven products of 64 rows."""
     p, BT = case.problem, case.BT
-    products = BT * (2 * p.V * BT + 3 * p.V * p.K + 4 * BT * p.K)
+    products = BT * (2 * p.V * BT + 3 * p.V * p.K + 6 * BT * p.K)
     return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=sizes["NT"] * p.HV * 2 * products)
 
 

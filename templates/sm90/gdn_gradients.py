@@ -58,20 +58,27 @@ def issue_rows(x, start, count, i_head, rows, n):
 
 @T.macro
 def multiply_values(outer, value_shared, G, factor, scale, db):
-    """P and R, rounded, from products of dO and dX with all values; that of dX with its own value goes to db."""
+    """P and R, rounded, and what P loses by that, from products of dO and dX with all values.
+
+    That of dX with its own value goes to db, with that of dO times what :func:`store_lost` left there.
+    """
     BT, f32 = G.shape[0], "float32"
     of_q = T.alloc_fragment((BT, BT), f32)
     of_k = T.alloc_fragment((BT, BT), f32)
-    pairs = [T.alloc_fragment((BT, BT), outer.dtype) for _ in range(2)]
+    pairs = [T.alloc_fragment((BT, BT), outer.dtype) for _ in range(3)]
     T.wgmma_gemm(outer[0, :, :], value_shared, of_q, clear_accum=True, policy=T.BY_COLUMNS)
     T.wgmma_gemm(outer[1, :, :], value_shared, of_k, clear_accum=True, policy=T.BY_COLUMNS)
     wait_for(of_q, of_k)
     for i, j in T.Parallel(BT, BT):
         if i == j:
-            db[i] = of_k[i, j]
+            db[i] = of_k[i, j] + db[i] * of_q[i, j]
     for i, j in T.Parallel(BT, BT):
         decay = T.if_then_else(i >= j, T.exp2(G[i] - G[j]), 0.0)
-        pairs[0][i, j] = T.cast(of_q[i, j] * (scale * factor[at_q(i)] * factor[at_k(j)]) * decay, outer.dtype)
+        of_q[i, j] = of_q[i, j] * (scale * factor[at_q(i)] * factor[at_k(j)]) * decay
+    for i, j in T.Parallel(BT, BT):
+        pairs[0][i, j] = T.cast(of_q[i, j], outer.dtype)
+    for i, j in T.Parallel(BT, BT):
+        pairs[2][i, j] = T.cast(of_q[i, j] - T.cast(pairs[0][i, j], f32), outer.dtype)
     for i, j in T.Parallel(BT, BT):
         decay = T.if_then_else(i > j, T.exp2(G[i] - G[j]), 0.0)
         pairs[1][i, j] = T.cast(of_k[i, j] * (-factor[at_k(i)] * factor[at_k(j)]) * decay, outer.dtype)
@@ -98,6 +105,21 @@ def dot(rows, n, x, sums, m):
     T.reduce_sum(product, total, dim=2)
     for w, i in T.Parallel(GROUPS, BT):
         sums[m, w, i] = total[w, i]
+
+
+@T.macro
+def store_lost(p, rows, factor, scale, beta, at, lost):
+    """What a token's own pair in Aqk lost by its rounding, times the step size: dX lacks that times dO."""
+    _, BT, KP = rows.shape
+    product = T.alloc_fragment((BT, KP), "float32")
+    total = T.alloc_fragment((BT,), "float32")
+    for i, c in T.Parallel(BT, KP):
+        product[i, c] = T.cast(rows[0, i, c], "float32") * T.cast(rows[1, i, c], "float32")
+    T.reduce_sum(product, total, dim=1)
+    for i in T.Parallel(BT):
+        pair = total[i] * (scale * factor[at_q(i)] * factor[at_k(i)])
+        raw = T.if_then_else(i < at.count, beta[at.start + i, at.i_hv], 0)
+        lost[i] = (pair - T.cast(T.cast(pair, rows.dtype), "float32")) * find_step(p, raw)
 
 
 @T.macro
