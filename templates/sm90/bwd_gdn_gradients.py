@@ -19,14 +19,14 @@ cancels in its cumsum cancels exactly.
     load               all but dS' is asked for; gates are summed meanwhile, a thread a token; norms by mma
     multiply_states    dO S^T and dX S^T, in registers to the end
     multiply_values    (dO, dX) V'^T become P and R, dbeta; P and R lie where dO and dX were, dS' where S was
-    add rows           P k, R k
+    add rows           P k, R k; P in two parts, rounded and what it loses by that
     add keys           V' dS'^T, P^T q, R^T k
     the end            dG, dq, dk by way of shared memory, where q and k were; the gate's, a thread a token
 
     tensor              exponent     dtype  where it lives
     q, k                none         bf16   shared memory, as they came; then their gradients
     G, up               from start   fp32   shared memory
-    dO, dX; then P, R   none, all    bf16   shared memory
+    dO, dX; then pairs  none, all    bf16   shared memory: P, R, and what P loses by its rounding
     S; then dS'         none         bf16   shared memory
     V'                  none         bf16   shared memory
     dq, row, key        all          fp32   registers

@@ -25,7 +25,7 @@ may lie where V' lies: a chunk's V' is read before its dv is written, by the sam
     tensor            dtype  where it lives
     dS^T              fp32   registers, and rounded beside it, and in shared memory
     dX                bf16   shared memory; what it loses by that, where P and R will be, for dbeta
-    P, R              bf16   shared memory
+    P, R              bf16   shared memory; what P loses by that, where dX was
     dq, row, key      fp32   registers
 Source: autograd of Gated Delta Networks, arXiv:2412.06464, section 3.3.
 """
@@ -310,9 +310,9 @@ def default(case: Case) -> Config:
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """Every tensor once; fourteen products of 64 rows."""
+    """Every tensor once; sixteen products of 64 rows."""
     p, BT = case.problem, case.BT
-    products = BT * (6 * p.V * p.K + 4 * p.V * BT + 4 * BT * p.K)
+    products = BT * (6 * p.V * p.K + 4 * p.V * BT + 6 * BT * p.K)
     return Cost(bytes=count_bytes(case, sizes, INPUTS | OUTPUTS), flops=sizes["NT"] * p.HV * 2 * products)
 
 
