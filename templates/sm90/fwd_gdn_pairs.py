@@ -12,7 +12,8 @@ chunk and head go to memory instead of 48. A bound is the log2 of how much a sta
 most: a token's transition has the eigenvalues 1 and 1 - beta |k|^2, times its decay.
 
 Value heads that share a query/key head share its rows, norms and products, which stay in registers while a block makes
-the pairs of one after the other. Where that would leave blocks without work they part a head's value heads.
+the pairs of one after the other. While two warps substitute for one, the other two sum the gates of the next. Where
+that would leave blocks without work they part a head's value heads.
 
 Blocks that all run at once take chunks in turn, the first of all heads first, and say which are in memory: a recurrence
 begins with the first while later ones are made, see ready. Blocks that have all registers say it at their end.
@@ -34,27 +35,30 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, L2NORM_EPS, RCP_LN2, prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_gdn_prep import (
+    PAIRS_BARRIER,
     GdnPrepConfig,
-    Steps,
+    Part,
     alloc_pairs,
     await_pairs,
+    begin_inverse,
+    finish_inverse,
     issue_pairs,
     load_rows,
     normalise,
     prepare_cost,
     scale_pairs,
-    store_inverse,
+    store_queries,
     write_pairs,
 )
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
-from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
+from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_warps
 from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
 from kda_tl.templates.sm90.hopper import BOUNDS, GIVEN, PAIRS, READY, SCALARS, TABLES
 from kda_tl.templates.sm90.powers import END, GATE, KEY_NORM, LAST, QUERY, QUERY_NORM, START
 from kda_tl.templates.sm90.prep import WARPGROUP
 from kda_tl.templates.sm90.ready import announce, announce_all, overlap, withdraw
 from kda_tl.templates.sm90.rows import Keys
-from kda_tl.templates.sm90.warp import sum_warp
+from kda_tl.templates.sm90.warp import substitute, sum_warp
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 ENDLESS = 1e30
@@ -92,19 +96,17 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 @T.macro
 def store_powers(G, factor, at, written):
     """The powers of a chunk, to memory, by the warps that do not substitute."""
-    BT = G.shape[0]
+    BT, powers = G.shape[0], written.powers
     i = T.get_thread_binding() - BT
-    if i >= 0:
-        powers = written.powers
-        last = T.exp2(G[BT - 1])
-        own = T.exp2(G[i])
-        powers[at.i_t, at.i_hv, START, i] = factor[at_k(i)] * own
-        powers[at.i_t, at.i_hv, QUERY, i] = factor[at_q(i)] * own
-        powers[at.i_t, at.i_hv, END, i] = factor[at_k(i)] * T.exp2(G[BT - 1] - G[i])
-        powers[at.i_t, at.i_hv, LAST, i] = last
-        powers[at.i_t, at.i_hv, GATE, i] = G[i]
-        powers[at.i_t, at.i_hv, QUERY_NORM, i] = factor[at_q(i)]
-        powers[at.i_t, at.i_hv, KEY_NORM, i] = factor[at_k(i)]
+    last = T.exp2(G[BT - 1])
+    own = T.exp2(G[i])
+    powers[at.i_t, at.i_hv, START, i] = factor[at_k(i)] * own
+    powers[at.i_t, at.i_hv, QUERY, i] = factor[at_q(i)] * own
+    powers[at.i_t, at.i_hv, END, i] = factor[at_k(i)] * T.exp2(G[BT - 1] - G[i])
+    powers[at.i_t, at.i_hv, LAST, i] = last
+    powers[at.i_t, at.i_hv, GATE, i] = G[i]
+    powers[at.i_t, at.i_hv, QUERY_NORM, i] = factor[at_q(i)]
+    powers[at.i_t, at.i_hv, KEY_NORM, i] = factor[at_k(i)]
 
 
 @T.macro
@@ -182,52 +184,101 @@ def _find_part(i, shares):
     return Work(i_t, i_h, i_unit * shares.each, shares.each)
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What is known of a chunk's tokens, in one tensor: factors of rows, and of a value head step sizes and sums."""
+
+    factor: Any
+    tokens: int
+
+    @classmethod
+    def alloc(cls, BT: int) -> "Numbers":
+        """The tensor."""
+        return cls(T.alloc_shared((5 * BT + 1,), "float32"), BT)
+
+    def steps(self, turn: Any) -> Part:
+        """Step sizes. Those of the next value head are made while these are read: they lie here by turns."""
+        return Part(self.factor, (2 + turn) * self.tokens, self.tokens)
+
+    @property
+    def sums(self) -> Part:
+        """Sums of gates. Before the next are made all have been read."""
+        return Part(self.factor, 4 * self.tokens, self.tokens)
+
+    @property
+    def half(self) -> Any:
+        """Where the sum of 32 tokens is."""
+        return 5 * self.tokens
+
+
 @T.macro
 def read_head(x, at, BT, raw_gate, raw_step):
-    """Gates and steps of a value head, a token a thread, before they are needed."""
-    thread = T.get_thread_binding()
+    """Gates and steps of a value head, a token a thread of those that do not substitute, before they are needed."""
+    i = T.get_thread_binding() - BT
     T.assume(0 <= at.i_hv)
     T.assume(at.i_hv < x.g.shape[1])
-    if thread < BT:
-        raw_gate[0] = T.if_then_else(thread < at.count, x.g[at.start + thread, at.i_hv, 0], 0)
-        raw_step[0] = T.if_then_else(thread < at.count, x.beta[at.start + thread, at.i_hv], 0)
+    if i >= 0:
+        raw_gate[0] = T.if_then_else(i < at.count, x.g[at.start + i, at.i_hv, 0], 0)
+        raw_step[0] = T.if_then_else(i < at.count, x.beta[at.start + i, at.i_hv], 0)
+
+
+@T.macro
+def prepare_head(p, x, at, lower_bound, raw_gate, raw_step, numbers, turn):
+    """Sums and step sizes of a value head, by the threads that have read it."""
+    BT, factor, steps, sums = numbers.tokens, numbers.factor, numbers.steps(turn), numbers.sums
+    i = T.get_thread_binding() - BT
+    total = T.alloc_local((1,), "float32")
+    factor[steps.first + i] = T.if_then_else(i < at.count, find_step(p, raw_step[0]), 0.0)
+    sum_warps(Gate(p), raw_gate[0], x.A_log, x.dt_bias, lower_bound, at, i, total)
+    if i == 31:
+        factor[numbers.half] = total[0]
+    T.sync_threads(PAIRS_BARRIER, WARPGROUP - BT)
+    factor[sums.first + i] = total[0] + T.if_then_else(i >= 32, factor[numbers.half], 0.0)
 
 
 @T.macro
 def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
     """A turn: pairs of value heads that share a query/key head; each is announced where there is ``ready``."""
-    p, BT, KP, f32 = case.problem, case.BT, case.problem.KP, "float32"
+    p, BT, KP = case.problem, case.BT, case.problem.KP
     scale, lower_bound = scalars
     thread = T.get_thread_binding()
     start, count = chunk_tokens[work.i_t, 0], chunk_tokens[work.i_t, 1]
+    raw_gate = T.alloc_local((1,), x.g.dtype)
+    raw_step = T.alloc_local((1,), x.beta.dtype)
+    first = Chunk(work.i_t, work.first, work.i_h, start, count)
+    read_head(x, first, BT, raw_gate, raw_step)  # behind rows they take 4 us of 218
     rows = T.alloc_shared((2, BT, KP), "bfloat16")
     load_rows(x.q, start, count, work.i_h, rows, 0)
     load_rows(x.k, start, count, work.i_h, rows, 1)
-    raw_gate = T.alloc_local((1,), x.g.dtype)
-    raw_step = T.alloc_local((1,), x.beta.dtype)
-    read_head(x, Chunk(work.i_t, work.first, work.i_h, start, count), BT, raw_gate, raw_step)
-    half = T.alloc_shared((1,), f32)
-    G = T.alloc_shared((BT,), f32)
-    factor = T.alloc_shared((3 * BT,), f32)
-    b_factor = Steps(factor)
-    normalise(p, rows, None, factor, scale, count)
+    numbers = Numbers.alloc(BT)
+    if thread >= BT:
+        prepare_head(p, x, first, lower_bound, raw_gate, raw_step, numbers, 0)
+    normalise(p, rows, None, numbers.factor, scale, count)
     tiles = issue_pairs(rows)
     await_pairs(tiles)
-    scale_pairs(tiles, factor)
+    scale_pairs(tiles, numbers.factor)
     queries, keys = alloc_pairs(BT)  # in the place of rows
+    turn = T.alloc_var("int32")
     for m in T.serial(work.count):
         at = Chunk(work.i_t, work.first + m, work.i_h, start, count)
+        following = Chunk(work.i_t, work.first + m + 1, work.i_h, start, count)
+        turn = m % 2
+        G, b_factor = numbers.sums, numbers.steps(turn)
         T.assume(0 <= at.i_hv)
         T.assume(at.i_hv < x.g.shape[1])
-        if thread < BT:
-            factor[b_factor.first + thread] = T.if_then_else(thread < count, find_step(p, raw_step[0]), 0.0)
-        sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G, raw_gate)
         if m + 1 < work.count:
-            read_head(x, Chunk(work.i_t, work.first + m + 1, work.i_h, start, count), BT, raw_gate, raw_step)
-        store_powers(G, factor, at, written)
+            read_head(x, following, BT, raw_gate, raw_step)
         write_pairs(tiles, G, b_factor, queries, keys)
-        store_bound(keys, G, at, written)
-        store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
+        inverse = begin_inverse(BT, written.A.dtype)
+        if thread < BT:
+            substitute(Keys(keys), b_factor, inverse.rows, inverse.columns, inverse.tile, thread)
+        else:
+            store_powers(G, numbers.factor, at, written)
+            store_queries(queries, at, written.Aqk)
+            store_bound(keys, G, at, written)
+            if m + 1 < work.count:
+                prepare_head(p, x, following, lower_bound, raw_gate, raw_step, numbers, 1 - turn)
+        finish_inverse(Keys(keys), b_factor, inverse, at, written.A)
         if ready is not None:
             announce(ready, at.i_t, at.i_hv)
     if ready is None:  # the next turn's rows come where the last chunk's inverse is read

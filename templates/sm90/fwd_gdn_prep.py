@@ -15,10 +15,11 @@ and the inverse are fwd_prep's.
     issue_pairs      all, by wgmma                            norms written
     store_factors    all
     scale_pairs      all: of later keys the later rows        rows have been read
-    write_pairs      the same
-    substitute       two: a thread a column                   pairs written
-    store_lower      two more: Aqk to memory                  the same
-    invert           four, by mma                             blocks written
+    write_pairs      the same: blocks on the diagonal first
+    substitute       two: a thread a column                   blocks written
+    write_pairs      two more: of earlier keys later rows     the same
+    store_queries    these: Aqk to memory                     pairs written, of these two
+    invert           four, by mma                             blocks substituted
     store_lower      all: A to memory                         inverse written
 
     tensor             exponent               dtype   where it lives
@@ -29,7 +30,8 @@ and the inverse are fwd_prep's.
     inverse            none                   bf16    shared memory
 
 Both products of a token with an earlier one lie in the same place of one thread, so their power is computed once. Later
-keys of earlier rows belong to two warps that have nothing to write there: these substitute.
+keys of earlier rows belong to two warps that have nothing to write there: these substitute, as soon as all blocks on
+the diagonal are written.
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j) is taken out of the products.
 """
 
@@ -60,6 +62,9 @@ OUTPUTS = FACTORS
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: fwd_prep's, which takes any gate. A test holds the formula above against it."""
     return fwd_prep.reference(case, x)
+
+
+PAIRS_BARRIER = 1  # a named one, of the warps that do not substitute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,27 +99,24 @@ class GdnPrepConfig(HopperConfig):
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Step sizes of a chunk, in one tensor with the factors of its rows, behind them.
+class Part:
+    """Numbers of a chunk's tokens, in one tensor with others.
 
-    By themselves the factors would not outlive their last use, while other warps still read them: TileLang 0.1.15 then
-    gives their place to another tensor, in a loop's body too, though the body's next turn reads them.
+    By themselves they would not outlive their last use, while other warps still read them: TileLang 0.1.15 then gives
+    their place to another tensor, in a loop's body too, though the body's next turn reads them.
     """
 
-    factor: Any  # [3 BT]
+    tile: Any
+    first: Any  # where they begin
+    tokens: int
 
     @property
     def shape(self) -> tuple[int]:
         """Tokens."""
-        return (self.factor.shape[0] // 3,)
-
-    @property
-    def first(self) -> int:
-        """Where they begin."""
-        return 2 * self.shape[0]
+        return (self.tokens,)
 
     def __getitem__(self, i: Any) -> Any:
-        return self.factor[self.first + i]
+        return self.tile[self.first + i]
 
 
 @T.macro
@@ -122,9 +124,9 @@ def normalise(p, rows, raw_beta, factor, scale, count):
     """What rows are multiplied with, and step sizes, once the rows have come."""
     T.ptx_wait_group(0)
     T.sync_threads()
-    first = Steps(factor).first
+    first = 2 * rows.shape[1]
     if raw_beta is not None:
-        for i in T.Parallel(first // 2):
+        for i in T.Parallel(rows.shape[1]):
             factor[first + i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
     if p.l2norm:
         find_norms(Interleaved(rows), T.get_thread_binding() // 32 * 32, factor, scale)
@@ -202,15 +204,19 @@ def write_half(of_q, of_k, first, G, b_factor, queries, keys):
 def write_pairs(tiles, G, b_factor, queries, keys):
     """Aqk, rounded, and L of a value head, from scaled products, which stay.
 
-    Later keys of earlier rows are never read, nor what of L lies above the diagonal. Warps of these rows substitute.
+    Later keys of earlier rows are never read, nor what of L lies above the diagonal. Blocks on the diagonal come first:
+    warps of earlier rows substitute while those of later rows write their pairs with earlier keys.
     """
     HALF = G.shape[0] // 2
-    write_half(tiles[0][0], tiles[1][0], 0, G, b_factor, queries, keys)
     half = T.alloc_var("int32")
     half = T.get_thread_binding() // (WARPGROUP // 2)
-    if half > 0:  # a condition on threads by itself would part the tile between these
+    if half == 0:  # a condition on threads by itself would part the tile between these
+        write_half(tiles[0][0], tiles[1][0], 0, G, b_factor, queries, keys)
+    else:
         write_half(tiles[0][1], tiles[1][1], HALF, G, b_factor, queries, keys)
     T.sync_threads()
+    if half > 0:
+        write_half(tiles[0][0], tiles[1][0], 0, G, b_factor, queries, keys)
 
 
 @T.macro
@@ -268,24 +274,42 @@ def store_lower(tile, thread, threads, at, to):
             to[at.i_t, at.i_hv, n * rows + i, j + e] = tile[n * rows - later + i, later + j + e]
 
 
+@dataclass(frozen=True)
+class Inverse:
+    """The inverse of a chunk in shared memory, and those of its blocks on the diagonal: rows, and columns."""
+
+    tile: Any
+    rows: Any
+    columns: Any
+
+
 @T.macro
-def store_inverse(keys, queries, b_factor, at, A, Aqk):
-    """Aqk and A of a chunk; its pairs have been written by all threads."""
-    BT, io, thread = b_factor.shape[0], A.dtype, T.get_thread_binding()
+def begin_inverse(BT, io):
+    """Tiles, and zeros above the diagonal's blocks."""
     inverse = T.alloc_shared((BT, BT + 8), io)
     block_rows = T.alloc_shared((BT, BC + 8), io)
     block_columns = T.alloc_shared((BT, BC + 8), io)
     for i, j in T.Parallel(BT, BT):
         if i // BC < j // BC:
             inverse[i, j] = 0
-    if thread < BT:
-        substitute(keys, b_factor, block_rows, block_columns, inverse, thread)
-    else:
-        store_lower(queries, thread - BT, WARPGROUP - BT, at, Aqk)
+    return Inverse(inverse, block_rows, block_columns)
+
+
+@T.macro
+def store_queries(queries, at, Aqk):
+    """Aqk, by the threads that do not substitute."""
+    BT, thread = queries.shape[0], T.get_thread_binding()
+    T.sync_threads(PAIRS_BARRIER, WARPGROUP - BT)
+    store_lower(queries, thread - BT, WARPGROUP - BT, at, Aqk)
+
+
+@T.macro
+def finish_inverse(keys, b_factor, inverse, at, A):
+    """A of a chunk, once its blocks on the diagonal are there."""
     T.sync_threads()
-    invert(keys, b_factor, block_rows, block_columns, inverse, WARPGROUP)
+    invert(keys, b_factor, inverse.rows, inverse.columns, inverse.tile, WARPGROUP)
     T.sync_threads()
-    store_lower(inverse, thread, WARPGROUP, at, A)
+    store_lower(inverse.tile, T.get_thread_binding(), WARPGROUP, at, A)
 
 
 @T.macro
@@ -306,7 +330,7 @@ def prepare(case, x, at, scalars, store, written):
     G = T.alloc_shared((BT,), f32)
     sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G)
     factor = T.alloc_shared((3 * BT,), f32)
-    b_factor = Steps(factor)
+    b_factor = Part(factor, 2 * BT, BT)
     normalise(p, rows, raw_beta, factor, scale, at.count)
     tiles = issue_pairs(rows)
     store(rows, G, factor, at, written)
@@ -314,7 +338,12 @@ def prepare(case, x, at, scalars, store, written):
     await_pairs(tiles)
     scale_pairs(tiles, factor)
     write_pairs(tiles, G, b_factor, queries, keys)
-    store_inverse(Keys(keys), queries, b_factor, at, written.A, written.Aqk)
+    inverse, thread = begin_inverse(BT, written.A.dtype), T.get_thread_binding()
+    if thread < BT:
+        substitute(Keys(keys), b_factor, inverse.rows, inverse.columns, inverse.tile, thread)
+    else:
+        store_queries(queries, at, written.Aqk)
+    finish_inverse(Keys(keys), b_factor, inverse, at, written.A)
 
 
 def build(case: Case, config: GdnPrepConfig) -> Any:

@@ -122,26 +122,32 @@ def sum_gates(gate, raw, count, slope, decay_scale, bias, local, middle, total):
 
 
 @T.macro
-def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G, given=None):
-    """Sums ``G`` of a chunk's log2 decays, of a gate that channels share, a thread a token.
-
-    Past the end nothing is added. ``G`` and ``half``, room for the sum of 32 tokens, lie in shared memory. ``given`` is
-    what a thread has read of ``g`` before, or None.
+def sum_warps(gate, raw, A_log, dt_bias, lower_bound, at, i, total):
+    """A token's log2 decay, of token ``i`` for this thread, summed over its warp from the first token to it.
 
     A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
     """
-    BT, thread = G.shape[0], T.get_thread_binding()
     slope = T.alloc_local((2,), "float32")
+    slope[0] = gate.slope(A_log, at.i_hv)
+    slope[1] = gate.decay_scale(slope[0], lower_bound)
+    step = gate.log2_decay(
+        T.cast(raw, "float32"), slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0
+    )
+    total[0] = T.if_then_else(i < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
+    sum_before(total)
+
+
+@T.macro
+def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G):
+    """Sums ``G`` of a chunk's log2 decays, of a gate that channels share, a thread a token.
+
+    Past the end nothing is added. ``G`` and ``half``, room for the sum of 32 tokens, lie in shared memory.
+    """
+    BT, thread = G.shape[0], T.get_thread_binding()
     total = T.alloc_local((1,), "float32")
     if thread < BT:
-        slope[0] = gate.slope(A_log, at.i_hv)
-        slope[1] = gate.decay_scale(slope[0], lower_bound)
-        raw = T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0) if given is None else given[0]
-        step = gate.log2_decay(
-            T.cast(raw, "float32"), slope[1], slope[0], dt_bias[at.i_hv, 0] if gate.p.has_dt_bias else 0.0
-        )
-        total[0] = T.if_then_else(thread < at.count, T.if_then_else(step < FORGOTTEN, FORGOTTEN, step), 0.0)
-        sum_before(total)
+        raw = T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0)
+        sum_warps(gate, raw, A_log, dt_bias, lower_bound, at, thread, total)
         if thread == 31:
             half[0] = total[0]
     T.sync_threads()
