@@ -154,7 +154,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "bench": (
         _GPU,
         *_problem("the tag cpu on the CPU, else bench"),
-        _flag("--peers", "also FLA and cuDNN, where they can be imported"),
+        _flag("--peers", "also FLA, FlashQLA, FlashInfer and cuDNN, where they can be imported"),
         _flag("--calls-only", "whole calls, no stages"),
         _value("--reps", "N", "repetitions a round (default: 30, on the CPU 3)", type=int),
         _value("--rounds", "N", "interleaved rounds (default: 5)", type=int, default=5),

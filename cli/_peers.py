@@ -35,6 +35,7 @@ class Peer:
 VERSIONS = {
     "fla": ("fla", "flash-linear-attention"),
     "flash_qla": ("flash_qla", "flash-qla"),
+    "flashinfer": ("flashinfer", "flashinfer-python"),
     "cudnn_frontend": ("cudnn", "nvidia-cudnn-frontend"),
     "triton": ("triton", "triton"),
 }
@@ -44,7 +45,7 @@ def find_peers(workload: Workload, where: torch.device) -> tuple[dict[str, Peer]
     """The peers that can be imported and serve this workload on a device, and why the others are left out."""
     peers: dict[str, Peer] = {}
     left_out: dict[str, str] = {}
-    for name, make in (("fla", _make_fla), ("flash_qla", _make_flash_qla), ("cudnn", _make_cudnn)):
+    for name, make in _MAKERS.items():
         try:
             peers[name] = make(workload, where)
         except ImportError as error:
@@ -132,6 +133,50 @@ def _call_flash_qla(function: Callable[..., Any], workload: Workload, inputs: In
     return tuple(function(inputs["q"], inputs["k"], inputs["v"], g, beta, **options))
 
 
+def _make_flashinfer(workload: Workload, where: torch.device) -> Peer:
+    """FlashInfer 0.7 ``flashinfer.gdn_prefill.chunk_gated_delta_rule``: tokens packed, gates factors, states [V, K]."""
+    function = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+    if workload.direction != "fwd":
+        raise UnsupportedError("it is called for forwards of whole chunks only")
+    if not workload.declaration.scalar_gate:
+        raise UnsupportedError("its kernels take one gate a value head")
+    if where.type != "cuda":
+        raise UnsupportedError("its kernels need a GPU")
+    prepare = functools.partial(_prepare_for_flashinfer, workload)
+    return Peer(functools.partial(_call_flashinfer, function, workload), prepare)
+
+
+def _prepare_for_flashinfer(workload: Workload, inputs: Inputs) -> Inputs:
+    """Tokens of all sequences in a row and where these begin, states [V, K], and plain gates as factors."""
+    given = {name: inputs[name].flatten(0, 1).contiguous() for name in ("q", "k", "v", "g", "beta")}
+    given |= {"cu_seqlens": torch.tensor(workload.bounds, dtype=torch.int64, device=inputs["q"].device)}
+    if workload.gate == "log":
+        given["g"] = given["g"].float().exp()
+    if workload.beta == "plain":
+        given["beta"] = given["beta"].float()
+    if inputs.get("initial_state") is not None:
+        state = inputs["initial_state"] if workload.state_v_first else inputs["initial_state"].mT
+        given["initial_state"] = state.float().contiguous()
+    return {**inputs, **given}
+
+
+def _call_flashinfer(function: Callable[..., Any], workload: Workload, inputs: Inputs) -> tuple[Any, ...]:
+    """Gates and step sizes that are not plain are activated by torch first, which is timed as a part of the call."""
+    g = inputs["g"] if workload.gate == "log" else _activate_gate(inputs, workload).exp()
+    beta = activate_beta(inputs["beta"].float(), workload.beta)
+    wants = bool(inputs.get("output_final_state"))
+    options = {name: inputs[name] for name in ("initial_state", "use_qk_l2norm_in_kernel") if name in inputs}
+    if wants:
+        states = (len(workload.bounds) - 1, workload.HV, workload.V, workload.K)
+        options |= {"output_final_state": True, "output_state": g.new_empty(states)}
+    cu_seqlens = inputs["cu_seqlens"]
+    found = function(inputs["q"], inputs["k"], inputs["v"], g, beta, cu_seqlens=cu_seqlens, **options)
+    o, ht = found if wants else (found, None)
+    if ht is not None and not workload.state_v_first:
+        ht = ht.mT
+    return o.view(workload.B, workload.T, *o.shape[1:]), ht
+
+
 def _make_cudnn(workload: Workload, where: torch.device) -> Peer:
     """cuDNN frontend 1.32 ``cudnn.linear_attention.kimi_delta_attention``: tokens packed, states [V, K]."""
     module = importlib.import_module("cudnn.linear_attention")
@@ -174,3 +219,6 @@ def _activate_before(inputs: Mapping[str, Any], workload: Workload) -> tuple[Map
     beta = activate_beta(inputs["beta"].float(), "sigmoid")
     states = (len(workload.bounds) - 1, workload.HV, workload.V, workload.K)
     return {"q": q, "k": k, "v": inputs["v"], "g": g, "beta": beta}, {"initial_state": g.new_zeros(states)}
+
+
+_MAKERS = {"fla": _make_fla, "flash_qla": _make_flash_qla, "flashinfer": _make_flashinfer, "cudnn": _make_cudnn}

@@ -130,7 +130,8 @@ def test_versions_are_those_imported_else_those_installed(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "fla", types.SimpleNamespace(__version__="imported"))
     monkeypatch.setitem(sys.modules, "cudnn", None)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
-    expected = {"fla": "imported", "flash_qla": "installed flash-qla", "triton": "installed triton"}
+    expected = {"fla": "imported", "flash_qla": "installed flash-qla", "flashinfer": "installed flashinfer-python"}
+    expected |= {"triton": "installed triton"}
     assert find_versions() == expected
     monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(__version__="of a checkout"))
     assert find_versions()["cudnn_frontend"] == "of a checkout"

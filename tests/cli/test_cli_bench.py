@@ -15,7 +15,13 @@ from support.cli_cases import BACKWARD_PLAN, CPU, SMALL, SMALL_BACKWARD, Run
 from kda_tl import chunk_gated_delta_rule
 from kda_tl.bench.fixtures import torch_device
 from kda_tl.bench.workloads import Workload
-from kda_tl.cli._peers import _call_flash_qla, _prepare_for_flash_qla, find_peers
+from kda_tl.cli._peers import (
+    _call_flash_qla,
+    _call_flashinfer,
+    _prepare_for_flash_qla,
+    _prepare_for_flashinfer,
+    find_peers,
+)
 from kda_tl.reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("own_database")
@@ -48,11 +54,15 @@ def test_peers_are_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     fake = types.SimpleNamespace(chunk_kda=None, kimi_delta_attention=None, chunk_gated_delta_rule=None)
     monkeypatch.setattr("importlib.import_module", lambda name: fake)
     calls, left_out = find_peers(SMALL, torch_device(CPU))
-    assert not calls and set(left_out) == {"fla", "cudnn", "flash_qla"}
-    assert left_out.pop("flash_qla") == "its kernels take one gate a value head"
+    assert not calls and set(left_out) == {"fla", "cudnn", "flash_qla", "flashinfer"}
+    for name in ("flash_qla", "flashinfer"):
+        assert left_out.pop(name) == "its kernels take one gate a value head"
     assert all("need a GPU" in reason for reason in left_out.values())
     _, left_out = find_peers(GATED, torch_device(CPU))
-    assert "need a GPU" in left_out["flash_qla"] and left_out["cudnn"] == "its kernels take one gate a channel"
+    assert all("need a GPU" in left_out[name] for name in ("flash_qla", "flashinfer"))
+    assert left_out["cudnn"] == "its kernels take one gate a channel"
+    _, left_out = find_peers(replace(GATED, direction="bwd"), torch_device(CPU))
+    assert "forwards" in left_out["flashinfer"]
 
 
 @pytest.mark.rest(draws=1)
@@ -72,3 +82,26 @@ def test_flash_qla_is_asked_for_the_same(gate: str) -> None:
     assert asked["g"].dtype == torch.float32 and "A_log" not in asked
     for one, other in zip(found, chunk_gated_delta_rule(**inputs), strict=True):
         assert relative_error(one, other) < 1e-5
+
+
+@pytest.mark.rest(draws=1)
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("gate", ["log", "softplus"])
+def test_flashinfer_is_asked_for_the_same(gate: str, state_v_first: bool) -> None:
+    """Its function is ours here, with its arguments: packed tokens, factors for gates, fp32, states [V, K]."""
+    beta = "plain" if gate == "log" else "sigmoid"
+    workload = replace(GATED, gate=gate, beta=beta, initial_state=True, state_v_first=state_v_first)
+    inputs = workload.inputs("cpu")
+
+    def function(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, *, cu_seqlens: Any, output_state: Any, **options: Any
+    ) -> Any:
+        assert q.dim() == 3 and q.is_contiguous() and g.dtype == beta.dtype == torch.float32 and g.max() <= 1
+        packed = (x[None] for x in (q, k, v, g.log(), beta))
+        o, ht = chunk_gated_delta_rule(*packed, state_v_first=True, **options)
+        assert output_state.shape == ht.shape and output_state.dtype == ht.dtype
+        return o[0], ht
+
+    found = _call_flashinfer(function, workload, _prepare_for_flashinfer(workload, inputs))
+    for one, other in zip(found, chunk_gated_delta_rule(**inputs), strict=True):
+        assert one.shape == other.shape and relative_error(one, other) < 1e-5
