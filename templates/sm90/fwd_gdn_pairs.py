@@ -35,7 +35,6 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, L2NORM_EPS, RCP_LN2, prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.fwd_gdn_prep import (
-    PAIRS_BARRIER,
     GdnPrepConfig,
     Part,
     alloc_pairs,
@@ -223,17 +222,22 @@ def read_head(x, at, BT, raw_gate, raw_step):
 
 
 @T.macro
-def prepare_head(p, x, at, lower_bound, raw_gate, raw_step, numbers, turn):
-    """Sums and step sizes of a value head, by the threads that have read it."""
-    BT, factor, steps, sums = numbers.tokens, numbers.factor, numbers.steps(turn), numbers.sums
-    i = T.get_thread_binding() - BT
-    total = T.alloc_local((1,), "float32")
+def prepare_head(p, x, at, lower_bound, raw_gate, raw_step, numbers, turn, total):
+    """Step sizes of a value head, and sums of 32 tokens each, by the threads that have read it."""
+    factor, steps = numbers.factor, numbers.steps(turn)
+    i = T.get_thread_binding() - numbers.tokens
     factor[steps.first + i] = T.if_then_else(i < at.count, find_step(p, raw_step[0]), 0.0)
     sum_warps(Gate(p), raw_gate[0], x.A_log, x.dt_bias, lower_bound, at, i, total)
     if i == 31:
         factor[numbers.half] = total[0]
-    T.sync_threads(PAIRS_BARRIER, WARPGROUP - BT)
-    factor[sums.first + i] = total[0] + T.if_then_else(i >= 32, factor[numbers.half], 0.0)
+
+
+@T.macro
+def finish_sums(numbers, total):
+    """Sums of all tokens, by the same threads, once these know that of the first 32 and nobody reads the last sums."""
+    i, factor = T.get_thread_binding() - numbers.tokens, numbers.factor
+    if i >= 0:
+        factor[numbers.sums.first + i] = total[0] + T.if_then_else(i >= 32, factor[numbers.half], 0.0)
 
 
 @T.macro
@@ -251,9 +255,11 @@ def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
     load_rows(x.q, start, count, work.i_h, rows, 0)
     load_rows(x.k, start, count, work.i_h, rows, 1)
     numbers = Numbers.alloc(BT)
+    total = T.alloc_local((1,), "float32")
     if thread >= BT:
-        prepare_head(p, x, first, lower_bound, raw_gate, raw_step, numbers, 0)
+        prepare_head(p, x, first, lower_bound, raw_gate, raw_step, numbers, 0, total)
     normalise(p, rows, None, numbers.factor, scale, count)
+    finish_sums(numbers, total)
     tiles = issue_pairs(rows)
     await_pairs(tiles)
     scale_pairs(tiles, numbers.factor)
@@ -277,7 +283,10 @@ def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
             store_queries(queries, at, written.Aqk)
             store_bound(keys, G, at, written)
             if m + 1 < work.count:
-                prepare_head(p, x, following, lower_bound, raw_gate, raw_step, numbers, 1 - turn)
+                prepare_head(p, x, following, lower_bound, raw_gate, raw_step, numbers, 1 - turn, total)
+        T.sync_threads()
+        if m + 1 < work.count:
+            finish_sums(numbers, total)
         finish_inverse(Keys(keys), b_factor, inverse, at, written.A)
         if ready is not None:
             announce(ready, at.i_t, at.i_hv)

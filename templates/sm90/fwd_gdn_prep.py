@@ -18,7 +18,7 @@ and the inverse are fwd_prep's.
     write_pairs      the same: blocks on the diagonal first
     substitute       two: a thread a column                   blocks written
     write_pairs      two more: of earlier keys later rows     the same
-    store_queries    these: Aqk to memory                     pairs written, of these two
+    store_lower      these: Aqk to memory
     invert           four, by mma                             blocks substituted
     store_lower      all: A to memory                         inverse written
 
@@ -62,9 +62,6 @@ OUTPUTS = FACTORS
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin: fwd_prep's, which takes any gate. A test holds the formula above against it."""
     return fwd_prep.reference(case, x)
-
-
-PAIRS_BARRIER = 1  # a named one, of the warps that do not substitute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,18 +257,20 @@ def alloc_pairs(BT):
 def store_lower(tile, thread, threads, at, to):
     """A tile, but for later keys of earlier rows, to where it belongs, by some threads.
 
-    Eight threads take half of two rows each. Neighbouring rows of 144 bytes would share banks, every fourth do not.
+    Eight threads take half of two rows each. Neighbouring rows of 144 bytes would share banks, every fourth do not. Of
+    later rows each of two warps takes 16, those that it has of a product: it need not wait for the other one.
     """
     LOWER, HALF = to.shape[2:]
-    quad, rows = thread // 4, threads // 4
+    quad, rows = thread // 4, HALF * 32 // threads  # of 32, a warp's
     i = T.alloc_var("int32")
-    i = quad // 8 * 8 + quad % 2 * 4 + quad % 8 // 2
-    T.assume((i >= 0) & (i < rows))
+    i = quad // 8 * rows + quad % 2 * 4 + quad % 8 // 2
+    T.assume((i >= 0) & (i < HALF))
     j = thread % 4 * 8
-    for n in T.unroll(LOWER // rows):
-        later = n * rows // (2 * HALF) * HALF  # rows that have no earlier keys here
-        for e in T.vectorized(8):
-            to[at.i_t, at.i_hv, n * rows + i, j + e] = tile[n * rows - later + i, later + j + e]
+    for n in T.unroll(LOWER // HALF):
+        later = n // 2 * HALF  # rows that have no earlier keys here
+        for m in T.unroll(rows // 8):
+            for e in T.vectorized(8):
+                to[at.i_t, at.i_hv, n * HALF + m * 8 + i, j + e] = tile[n * HALF - later + m * 8 + i, later + j + e]
 
 
 @dataclass(frozen=True)
@@ -297,16 +296,15 @@ def begin_inverse(BT, io):
 
 @T.macro
 def store_queries(queries, at, Aqk):
-    """Aqk, by the threads that do not substitute."""
-    BT, thread = queries.shape[0], T.get_thread_binding()
-    T.sync_threads(PAIRS_BARRIER, WARPGROUP - BT)
-    store_lower(queries, thread - BT, WARPGROUP - BT, at, Aqk)
+    """Aqk, by the warps that do not substitute: what the others wrote of it was written before a barrier."""
+    BT = queries.shape[0]
+    T.sync_warp()
+    store_lower(queries, T.get_thread_binding() - BT, WARPGROUP - BT, at, Aqk)
 
 
 @T.macro
 def finish_inverse(keys, b_factor, inverse, at, A):
-    """A of a chunk, once its blocks on the diagonal are there."""
-    T.sync_threads()
+    """A of a chunk, once all threads know its blocks on the diagonal."""
     invert(keys, b_factor, inverse.rows, inverse.columns, inverse.tile, WARPGROUP)
     T.sync_threads()
     store_lower(inverse.tile, T.get_thread_binding(), WARPGROUP, at, A)
@@ -343,6 +341,7 @@ def prepare(case, x, at, scalars, store, written):
         substitute(Keys(keys), b_factor, inverse.rows, inverse.columns, inverse.tile, thread)
     else:
         store_queries(queries, at, written.Aqk)
+    T.sync_threads()
     finish_inverse(Keys(keys), b_factor, inverse, at, written.A)
 
 
