@@ -216,18 +216,18 @@ def default_plan(
     return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
 
 
-def cuts_sequences(plan: Plan) -> bool:
-    """Whether a plan's pipeline cuts sequences into segments."""
+def count_segments(plan: Plan) -> int:
+    """Into how many segments a plan's pipeline cuts sequences, at most; 1 leaves them whole."""
     from kda_tl.templates.pipelines import PIPELINES
 
-    return PIPELINES[plan.pipeline].segments > 1
+    return PIPELINES[plan.pipeline].segments
 
 
 @functools.lru_cache(maxsize=512)
-def _cuts_by_default(problem: Problem, device: Device) -> bool | None:
-    """Whether the default cuts a problem's sequences; None where no default runs."""
+def _segments_by_default(problem: Problem, device: Device) -> int | None:
+    """Into how many the default cuts a problem's sequences; None where no default runs."""
     try:
-        return cuts_sequences(default_plan(problem, device))
+        return count_segments(default_plan(problem, device))
     except InputError:
         return None
 
@@ -247,9 +247,9 @@ def select_plan(
     The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``runs`` says whether
     a plan's kernels are there or can be compiled, all plans' unless given, and with ``strict`` entries measured with
     other templates than today's are misses instead of marked stale. A plan of another bucket or GPU serves only if it
-    cuts sequences exactly where the default does. Raises InputError if the pinned plan cannot run
-    this problem or has another chunk size, no plan is of the pinned numerics class, or the device has no room for the
-    chunk size.
+    cuts sequences exactly where the default does, and into no fewer segments: these would leave a GPU idle. Raises
+    InputError if the pinned plan cannot run this problem or has another chunk size, no plan is of the pinned numerics
+    class, or the device has no room for the chunk size.
     """
     pin = pin if pin and pin.holds_for(problem) else None
     if pin is not None and pin.plan is not None:
@@ -276,9 +276,10 @@ def select_plan(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
-            cuts = cuts_sequences(plan)
-            if hit.step != EXACT and _cuts_by_default(problem, device) is (not cuts):
-                what = "cuts long sequences" if cuts else "leaves sequences whole"
+            segments = count_segments(plan)
+            by_default = segments if hit.step == EXACT else _segments_by_default(problem, device) or segments
+            if segments < by_default or (segments > 1) != (by_default > 1):
+                what = f"cuts sequences into {segments}" if segments > 1 else "leaves sequences whole"
                 passed_over.append(f"{hit.reason} But it {what}, and the default does not here.")
                 continue
             if runs and not runs(plan):

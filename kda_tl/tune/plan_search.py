@@ -19,7 +19,7 @@ from kda_tl.core.stage import Case, Plan
 from kda_tl.database import store
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.errors import InputError, KdaTlError
-from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults
+from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults, select_plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
@@ -66,8 +66,26 @@ def make_fixture(run: Run, workload: Workload, variant: ChunkVariant) -> StageFi
 
 
 def default_plans(run: Run, workload: Workload, variants: Iterable[ChunkVariant]) -> list[Plan]:
-    """The plan of each variant when nothing is tuned."""
-    return [pipeline_defaults(variant.pipeline, case_of(run, workload, variant)) for variant in variants]
+    """The plan of each variant when nothing is tuned, as a call runs it."""
+    plans = [pipeline_defaults(variant.pipeline, case_of(run, workload, variant)) for variant in variants]
+    return [as_called(run, workload, plan) for plan in plans]
+
+
+def as_called(run: Run, workload: Workload, plan: Plan) -> Plan:
+    """A plan as a call runs it: a backward does not begin with what the forward that is called before does not make."""
+    if not plan.kept or can_be_kept(run, workload, plan):
+        return plan
+    return replace(plan, kept=False)
+
+
+def can_be_kept(run: Run, workload: Workload, plan: Plan) -> bool:
+    """Whether the forward that a call of the same chunks chooses makes what a backward may begin with."""
+    forward = replace(workload.problem(), direction="fwd")
+    try:
+        chosen = select_plan(forward, run.device, store.sources(), chunk_size=plan.BT).plan
+    except InputError:  # there is no room for such chunks
+        return False
+    return chosen is not None and PIPELINES[plan.pipeline].finds_residuals(PIPELINES[chosen.pipeline])
 
 
 def case_of(run: Run, workload: Workload, variant: ChunkVariant | Plan) -> Case:
@@ -116,7 +134,8 @@ def compete(
     for plan in entering:
         results[plan] = _enter(run, workload, plan)
     for plan, result in list(results.items()):
-        if (twin := find_kept_twin(plan, run.objective)) and result.outcome.status == "ok":
+        twin = find_kept_twin(plan, run.objective)
+        if twin and result.outcome.status == "ok" and can_be_kept(run, workload, twin):
             kept = _enter(run, workload, twin)
             if is_worth_keeping(run.objective, result.time_us, kept):
                 results[twin] = kept

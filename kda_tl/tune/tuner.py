@@ -27,7 +27,7 @@ from kda_tl.tune import events, plan_search
 from kda_tl.tune.events import ChunkVariant, OnEvent, StageResult, TuneReport, WorkloadReport
 from kda_tl.tune.forecast import Forecast
 from kda_tl.tune.journal import Journal
-from kda_tl.tune.plan_search import OBJECTIVES, default_plans, make_fixture
+from kda_tl.tune.plan_search import OBJECTIVES, as_called, default_plans, make_fixture
 from kda_tl.tune.pool import WorkerPool
 from kda_tl.tune.requests import WarmUp
 from kda_tl.tune.screening import choose_variants, prefetch_plans, screen
@@ -200,7 +200,7 @@ def tune_plan(
     """
     workload = report.workload
     problem = workload.problem()
-    default = default_plan(problem, run.device, pipeline=run.pipeline)
+    default = as_called(run, workload, default_plan(problem, run.device, pipeline=run.pipeline))
     report = replace(report, default=default)
     end = None if deadline is None else deadline - _FINAL_SHARE * max(0.0, deadline - time.monotonic())
     run.pool.useful_until = None

@@ -25,6 +25,7 @@ from kda_tl.errors import InputError
 from kda_tl.runtime.dispatch import (
     DEFAULT_PIPELINES,
     Pin,
+    count_segments,
     default_plan,
     iter_defaults,
     numerics_class,
@@ -224,9 +225,13 @@ def test_a_near_plan_serves_only_what_the_default_cuts_alike(tmp_path: Path, dir
     """Few heads whose sequences are left whole leave a GPU idle, which heads a bucket away say nothing of."""
     of_many = replace(PROBLEM, direction=direction)
     of_few = replace(of_many, H=8, HV=8)
+    of_more = replace(of_many, H=12, HV=12)
+    fewer = count_segments(default_plan(of_more, H200))
+    assert 1 < fewer < count_segments(default_plan(of_few, H200))
     for tuned, asked, sentence in (
         (of_many, of_few, "leaves sequences whole"),
-        (of_few, of_many, "cuts long sequences"),
+        (of_few, of_many, f"cuts sequences into {count_segments(default_plan(of_few, H200))}"),
+        (of_more, of_few, f"cuts sequences into {fewer}"),
     ):
         plan = default_plan(tuned, H200)
         db.store(tmp_path / tuned.key, H200, "chunk_kda", direction, [make_entry(tuned, plan)])

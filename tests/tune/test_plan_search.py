@@ -16,12 +16,14 @@ import kda_tl
 from kda_tl.bench.fixtures import check_plan, make_pass, operator_tensors
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.stage import Plan
+from kda_tl.database.gpus import known_device
 from kda_tl.errors import WrongResultError
 from kda_tl.runtime.dispatch import default_plan, pin
 from kda_tl.runtime.kernel import Kernel
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import plan_search
+from kda_tl.tune.events import ChunkVariant
 from kda_tl.tune.final import decide, measure_in_turns
 from kda_tl.tune.journal import Outcome
 from kda_tl.tune.requests import HashJob, Rounds
@@ -94,6 +96,16 @@ def test_results_are_kept_for_what_that_saves(
     about = {"kept_bytes": kept_bytes, "call_bytes": 100}
     outcome = Outcome(status="ok" if kept_us else "crash", median_us=kept_us, extra=about)
     assert plan_search.is_worth_keeping(objective, 100.0, Evaluation(config=twin, outcome=outcome)) == worth
+
+
+def test_a_backward_begins_with_what_the_forward_makes_that_is_called(run: Run) -> None:
+    """Of 32 heads and 8192 tokens the forward leaves sequences whole: it makes no states of segments."""
+    given: dict[str, Any] = {"operator": "chunk_gated_delta_rule", "gate": "log", "direction": "bwd"}
+    at, workload = replace(run, device=known_device("nvidia_h200")), Workload(name="w", T=8192, H=32, **given)
+    for pipeline, kept in (("gdn_walk_segments_4", True), ("gdn_walk_told_4", False)):
+        variant = ChunkVariant(pipeline=pipeline, BT=64, BC=16)
+        (plan,) = plan_search.default_plans(at, workload, [variant])
+        assert plan.kept is kept is plan_search.can_be_kept(at, workload, plan), pipeline
 
 
 def test_nothing_is_kept_for_memory_or_by_a_forward() -> None:
