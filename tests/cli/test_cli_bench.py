@@ -98,7 +98,7 @@ def test_flashinfer_is_asked_for_the_same(gate: str, state_v_first: bool) -> Non
     ) -> Any:
         assert q.dim() == 3 and q.is_contiguous() and g.dtype == beta.dtype == torch.float32 and g.max() <= 1
         packed = (x[None] for x in (q, k, v, g.log(), beta))
-        o, ht = chunk_gated_delta_rule(*packed, state_v_first=True, **options)
+        o, ht = chunk_gated_delta_rule(*packed, cu_seqlens=cu_seqlens, state_v_first=True, **options)
         assert output_state.shape == ht.shape and output_state.dtype == ht.dtype
         return o[0], ht
 
