@@ -137,7 +137,7 @@ def _make_flashinfer(workload: Workload, where: torch.device) -> Peer:
     """FlashInfer 0.7 ``flashinfer.gdn_prefill.chunk_gated_delta_rule``: tokens packed, gates factors, states [V, K]."""
     function = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
     if workload.direction != "fwd":
-        raise UnsupportedError("it is called for forwards of whole chunks only")
+        raise UnsupportedError("it is called for forwards only")
     if not workload.declaration.scalar_gate:
         raise UnsupportedError("its kernels take one gate a value head")
     if where.type != "cuda":
@@ -169,8 +169,7 @@ def _call_flashinfer(function: Callable[..., Any], workload: Workload, inputs: I
     if wants:
         states = (len(workload.bounds) - 1, workload.HV, workload.V, workload.K)
         options |= {"output_final_state": True, "output_state": g.new_empty(states)}
-    cu_seqlens = inputs["cu_seqlens"]
-    found = function(inputs["q"], inputs["k"], inputs["v"], g, beta, cu_seqlens=cu_seqlens, **options)
+    found = function(inputs["q"], inputs["k"], inputs["v"], g, beta, cu_seqlens=inputs["cu_seqlens"], **options)
     o, ht = found if wants else (found, None)
     if ht is not None and not workload.state_v_first:
         ht = ht.mT

@@ -186,7 +186,6 @@ struct MaxOp {
   template <class T>
   T operator()(T a, T b) const { return a > b ? a : b; }
 };
-inline void __sync_thread_partial(int id, int count) { fibers::wait(fibers::named[id], count); }
 template <int N>
 struct NamedBarrier {
   template <int id>
