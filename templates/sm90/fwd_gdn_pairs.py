@@ -50,7 +50,7 @@ from kda_tl.templates.sm90.fwd_gdn_prep import (
     write_pairs,
 )
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
-from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_warps
+from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_decays
 from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
 from kda_tl.templates.sm90.hopper import BOUNDS, GIVEN, PAIRS, READY, SCALARS, TABLES
 from kda_tl.templates.sm90.powers import END, GATE, KEY_NORM, LAST, QUERY, QUERY_NORM, START
@@ -205,8 +205,8 @@ class Numbers:
         return Part(self.factor, 4 * self.tokens, self.tokens)
 
     @property
-    def half(self) -> Any:
-        """Where the sum of 32 tokens is."""
+    def half(self) -> int:
+        """Where the sum of the first 32 tokens is."""
         return 5 * self.tokens
 
 
@@ -227,7 +227,7 @@ def prepare_head(p, x, at, lower_bound, raw_gate, raw_step, numbers, turn, total
     factor, steps = numbers.factor, numbers.steps(turn)
     i = T.get_thread_binding() - numbers.tokens
     factor[steps.first + i] = T.if_then_else(i < at.count, find_step(p, raw_step[0]), 0.0)
-    sum_warps(Gate(p), raw_gate[0], x.A_log, x.dt_bias, lower_bound, at, i, total)
+    sum_decays(Gate(p), raw_gate[0], x.A_log, x.dt_bias, lower_bound, at, i, total)
     if i == 31:
         factor[numbers.half] = total[0]
 
@@ -250,7 +250,7 @@ def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
     raw_gate = T.alloc_local((1,), x.g.dtype)
     raw_step = T.alloc_local((1,), x.beta.dtype)
     first = Chunk(work.i_t, work.first, work.i_h, start, count)
-    read_head(x, first, BT, raw_gate, raw_step)  # behind rows they take 4 us of 218
+    read_head(x, first, BT, raw_gate, raw_step)  # before rows: then sums are made while those come
     rows = T.alloc_shared((2, BT, KP), "bfloat16")
     load_rows(x.q, start, count, work.i_h, rows, 0)
     load_rows(x.k, start, count, work.i_h, rows, 1)

@@ -122,7 +122,7 @@ def sum_gates(gate, raw, count, slope, decay_scale, bias, local, middle, total):
 
 
 @T.macro
-def sum_warps(gate, raw, A_log, dt_bias, lower_bound, at, i, total):
+def sum_decays(gate, raw, A_log, dt_bias, lower_bound, at, i, total):
     """A token's log2 decay, of token ``i`` for this thread, summed over its warp from the first token to it.
 
     A token that forgets everything counts as fwd_gate counts it: its size would blur what comes after it.
@@ -147,7 +147,7 @@ def sum_head_gates(gate, g, A_log, dt_bias, lower_bound, at, half, G):
     total = T.alloc_local((1,), "float32")
     if thread < BT:
         raw = T.if_then_else(thread < at.count, g[at.start + thread, at.i_hv, 0], 0)
-        sum_warps(gate, raw, A_log, dt_bias, lower_bound, at, thread, total)
+        sum_decays(gate, raw, A_log, dt_bias, lower_bound, at, thread, total)
         if thread == 31:
             half[0] = total[0]
     T.sync_threads()
