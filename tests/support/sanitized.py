@@ -38,18 +38,30 @@ WALKS = (
     *("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk"),
 )
 SLOW = -12.0  # raw gate of softplus that forgets next to nothing
-# Other ways through some kernels: problems, lengths, stages, and a raw gate of all tokens if none is to be drawn
+
+
+class Apart(NamedTuple):
+    """Another way through some kernels."""
+
+    problem: Problem
+    lengths: tuple[int, ...]
+    stages: tuple[str, ...]
+    gate: float | None = None  # raw, of all tokens, if none is to be drawn
+    num_sms: int | None = None  # that blocks are counted for, if not those of the GPU: then a block has many turns
+
+
 APART = (
-    (
+    Apart(
         GATED_DELTA_RULE,
         LENGTHS,
         ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_scan", "bwd_gdn_gradients", *WALKS),
     ),
-    (replace(GATED_DELTA_RULE, HV=1), (1300, 0, 70), WALKS),  # segments that find where they begin
-    (GATED_DELTA_RULE, (1300, 0, 70), WALKS, SLOW),  # and that are told, since gates remember more chunks than that
-    (replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),
-    (replace(BF16, K=96, V=160), LENGTHS, ("fwd_state", "bwd_state")),
-    (BF16, (4000,), ("fwd_segment",)),  # segments of some chunks, of which gates leave nothing
+    Apart(replace(GATED_DELTA_RULE, H=2, HV=8, l2norm=False), (200, 64, 0, 1, 130), ("fwd_gdn_pairs",), num_sms=1),
+    Apart(replace(GATED_DELTA_RULE, HV=1), (1300, 0, 70), WALKS),  # segments that find where they begin
+    Apart(GATED_DELTA_RULE, (1300, 0, 70), WALKS, SLOW),  # and that are told: gates remember more chunks than that
+    Apart(replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),
+    Apart(replace(BF16, K=96, V=160), LENGTHS, ("fwd_state", "bwd_state")),
+    Apart(BF16, (4000,), ("fwd_segment",)),  # segments of some chunks, of which gates leave nothing
 )
 
 
@@ -69,10 +81,16 @@ def words(config: Config) -> list[str]:
 
 
 def launches(
-    problem: Problem, lengths: tuple[int, ...], seed: int, names: Collection[str], gate: float | None = None
+    problem: Problem,
+    lengths: tuple[int, ...],
+    seed: int,
+    names: Collection[str],
+    gate: float | None = None,
+    num_sms: int | None = None,
 ) -> list[Launch]:
     """These stages, each of the first pipeline that has it, with three configs and inputs in float64."""
     device = cuda_device(0)
+    device = replace(device, num_sms=num_sms or device.num_sms)
     forward = draw_call(problem, lengths, seed)
     if gate is not None:
         forward.x["g"].fill_(gate)
@@ -112,8 +130,8 @@ def all_launches(seed: int, names: Collection[str] = ()) -> list[Launch]:
     """Those of these stages, or of all, on every problem."""
     wanted = names or tuple(STAGES)
     work = [launch for problem in PROBLEMS for launch in launches(problem, LENGTHS, seed, wanted)]
-    for problem, lengths, stages, *gate in APART:
-        work += launches(problem, lengths, seed, [name for name in stages if name in wanted], *gate)
+    for problem, lengths, stages, *others in APART:
+        work += launches(problem, lengths, seed, [name for name in stages if name in wanted], *others)
     if missing := set(wanted) - {launch.stage.name for launch in work}:
         raise SystemExit(f"no problem here is one for {', '.join(sorted(missing))}")
     return work
