@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
 from kda_tl import templates
@@ -20,7 +19,7 @@ from kda_tl.bundle.load import check_binary
 from kda_tl.bundle.manifest import MAX_BYTES, Entry, digest, specialisation
 from kda_tl.core.files import read_regular
 from kda_tl.core.stage import Case, Config, Stage
-from kda_tl.core.toolchain import own_folder
+from kda_tl.core.toolchain import own_folder, tilelang_version
 from kda_tl.errors import BundleError
 
 LOCK_TIMEOUT_S = 600.0  # the longest kernel takes a minute on a busy core
@@ -33,12 +32,8 @@ def folder() -> Path:
 
 def name_of(stage: Stage, case: Case, config: Config) -> str:
     """A kernel's name there, without an ending."""
-    try:
-        version = metadata.version("tilelang")
-    except metadata.PackageNotFoundError:
-        version = ""
     built_for = digest(stage.name, specialisation(stage, case, config))
-    text = f"{built_for} {templates.fingerprint(stage.name)} {version}"
+    text = f"{built_for} {templates.fingerprint(stage.name)} {tilelang_version()}"
     return f"{stage.name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kda_tl.bundle.load import Bundle
+from kda_tl.bundle.manifest import Entry
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.errors import BundleError, KdaTlWarning
 
@@ -79,9 +80,14 @@ def find_binaries(stage: Stage, case: Case, config: Config) -> Iterator[Path]:
             warn(str(error))
 
 
+def find_entry(stage: Stage, case: Case, config: Config) -> Entry | None:
+    """What the first bundle that has the kernel says of it; its binary is not read."""
+    return next((entry for bundle in bundles() if (entry := bundle.find(stage, case, config))), None)
+
+
 def holds(stage: Stage, case: Case, config: Config) -> bool:
     """Whether a bundle says that it has the kernel; its binary is not read."""
-    return any(bundle.find(stage, case, config) for bundle in bundles())
+    return find_entry(stage, case, config) is not None
 
 
 @functools.cache

@@ -88,13 +88,20 @@ def ensure_cache() -> None:
 
 def cache_folders() -> tuple[str, str]:
     """Where TileLang 0.1.15 keeps kernels, and where it writes them first."""
-    try:
-        version, _, local = metadata.version("tilelang").partition("+")
-    except metadata.PackageNotFoundError:  # missing, or not installed by a package manager
+    version, _, local = tilelang_version().partition("+")
+    if not version:
         return cache_directory(), cache_directory()
     name = f"{version}_{re.sub('[^0-9A-Za-z]', '_', local)}" if local else version
     root = os.path.join(cache_directory(), name, f"{sys.platform}-{platform.machine()}")
     return os.path.join(root, "kernels"), os.path.join(root, ".staging")
+
+
+def tilelang_version() -> str:
+    """The version of TileLang that is installed; empty if none is, or not by a package manager."""
+    try:
+        return metadata.version("tilelang")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def own_folder() -> str:

@@ -22,7 +22,7 @@ from kda_tl.bundle import cache, sources
 from kda_tl.bundle.load import link_binary
 from kda_tl.bundle.manifest import Entry
 from kda_tl.core.stage import Case, Config, Stage
-from kda_tl.core.toolchain import is_of_cache, replace_cache, warn_if_not_kept
+from kda_tl.core.toolchain import is_of_cache, replace_cache, tilelang_version, warn_if_not_kept
 from kda_tl.errors import CompileError, KdaTlError
 from kda_tl.runtime.binary import explaining
 from kda_tl.runtime.kernel import Binary, Kernel
@@ -49,8 +49,8 @@ _forbidden: ContextVar[bool] = ContextVar("kda_tl_no_compile", default=False)
 class Library:
     """A kernel as a library on disk."""
 
-    def __init__(self, job: Job, path: Path, entry: Entry | None = None) -> None:
-        self.job, self.path, self.entry = job, path, entry
+    def __init__(self, job: Job, path: Path) -> None:
+        self.job, self.path = job, path
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -119,11 +119,23 @@ def hash_kernel(stage: Stage, case: Case, config: Config) -> str:
     names: sources that make the same kernel give the same hash, in every process. It is of one version of TileLang;
     another one generates other text.
     """
+    if known := known_hash(stage, case, config):
+        return known
     case = stage.specialise(case)
     binary = _binaries.get(_key(stage, case, config))
-    if isinstance(binary, Library) and binary.entry is not None:
-        return binary.entry.cuda
     return hash_source(binary.source if binary else generate_source(stage, case, config), pass_configs(stage, case))
+
+
+def known_hash(stage: Stage, case: Case, config: Config) -> str | None:
+    """:func:`hash_kernel` of a kernel that the TileLang that is here built before, as is kept beside its binary."""
+    job = stage, stage.specialise(case), config
+    if case.device.kind == "cpu":
+        return None
+    entry = sources.find_entry(*job)
+    if entry is not None and entry.tools.get("tilelang") == tilelang_version():
+        return entry.cuda
+    found = cache.find(cache.name_of(*job))
+    return found[1].cuda if found else None
 
 
 def _key(stage: Stage, case: Case, config: Config) -> _Key:
@@ -162,7 +174,7 @@ def _find(stage: Stage, case: Case, config: Config) -> Binary | None:
             continue
         return library
     found = cache.find(cache.name_of(*job))
-    return Library(job, *found) if found else None
+    return Library(job, found[0]) if found else None
 
 
 def _compile(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
@@ -225,7 +237,7 @@ def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
         for name, key in sorted((cache.name_of(*job), key) for key, job in jobs.items()):
             _lock(held, name)
             if found := cache.find(name):
-                found_or_made[key] = Library(jobs[key], *found)
+                found_or_made[key] = Library(jobs[key], found[0])
             else:
                 wanted.append((name, key))
         if not wanted:
@@ -237,7 +249,7 @@ def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
                     failures.append(made)
                     continue
                 (name, key), (content, entry) = wanted[i], made
-                found_or_made[key] = Library(jobs[key], _keep(name, content, entry), entry)
+                found_or_made[key] = Library(jobs[key], _keep(name, content, entry))
             if failures:
                 raise failures[0]
     return found_or_made

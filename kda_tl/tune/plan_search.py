@@ -19,6 +19,7 @@ from kda_tl.core.stage import Case, Plan
 from kda_tl.database import store
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.errors import InputError, KdaTlError
+from kda_tl.runtime.compile import known_hash
 from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults, select_plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone
@@ -225,10 +226,13 @@ def _make_entry(
 
 
 def _hash_kernels(run: Run, problem: Problem, plan: Plan) -> dict[str, str]:
-    """Hashes by stage, from the process that measured the plan and so has most of its kernels."""
+    """Hashes by stage. Kernels that calls usually need may not be those measured: lowered side by side, once a run."""
     case = Case(problem=problem, device=run.device, BT=plan.BT, BC=plan.BC)
     jobs = {name: HashJob(stage=templates.load(name), case=case, config=config) for name, config in plan.stages}
-    try:
-        return {name: run.measure(job) for name, job in jobs.items()}
-    except WorkerFailure as failure:
+    known = {name: known_hash(job.stage, job.case, job.config) for name, job in jobs.items()}
+    run.pool.enqueue(job for name, job in jobs.items() if known[name] is None)
+    hashes = {name: known[name] or run.pool.result(job) for name, job in jobs.items()}
+    failure = next((found for found in hashes.values() if isinstance(found, WorkerFailure)), None)
+    if failure is not None:
         raise KdaTlError(f"the kernels of {plan.label} cannot be hashed for {problem.key}: {failure}") from failure
+    return hashes

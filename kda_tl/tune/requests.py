@@ -70,7 +70,7 @@ class CompileJob(KernelJob):
 
 
 class HashJob(KernelJob):
-    """Hashes one kernel as the compiler is given it; a process that has not compiled it lowers it."""
+    """Hashes one kernel as the compiler is given it, which is lowered unless it was built before."""
 
     def run(self) -> str:
         """Returns :func:`kda_tl.runtime.compile.hash_kernel`."""

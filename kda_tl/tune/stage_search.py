@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 from kda_tl import templates
@@ -19,6 +18,7 @@ from kda_tl.bench.fixtures import StageFixture
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import Case, Config, Stage
+from kda_tl.core.toolchain import tilelang_version
 from kda_tl.database.records import Key
 from kda_tl.tune.events import ChunkVariant, StageResult, StageStarted, TrialDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
@@ -132,10 +132,7 @@ def name_study(
 @functools.cache
 def compiler_version() -> str:
     """TileLang's version, which moves the optimum."""
-    try:
-        return f"tilelang-{metadata.version('tilelang')}"
-    except metadata.PackageNotFoundError:
-        return "tilelang-unknown"
+    return f"tilelang-{tilelang_version() or 'unknown'}"
 
 
 def fingerprint(stage: Stage) -> str:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kda_tl.core.toolchain import CACHE_VARIABLE
 from kda_tl.errors import BundleError, CompileError, KdaTlWarning
 from kda_tl.runtime import compile
 from kda_tl.runtime.compile import compile_stage, compile_stages, is_ready
+from kda_tl.runtime.lower import hash_source, pass_configs
 
 CONFIG = PREP.default(CASE)
 
@@ -57,8 +59,27 @@ def test_the_next_process_finds_what_was_compiled(compilers: Compilers, monkeypa
     assert is_ready(*JOBS[0])
     with kda_tl.no_compile():
         assert [kernel.function for kernel in compile_stages(JOBS)] == first
-    assert compile.hash_kernel(*JOBS[0]) == "0" * 64, "told by the entry"
     assert len(compilers.made) == 2
+
+
+@pytest.mark.parametrize(
+    ("known", "version"), [("user", ""), ("bundle", ""), ("bundle", "0.0.1"), ("nowhere", ""), ("damaged", "")]
+)
+def test_what_was_built_by_this_tilelang_is_not_lowered_again_for_its_hash(
+    compilers: Compilers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, version: str
+) -> None:
+    if known in ("user", "damaged"):
+        compile_stages(JOBS)
+        forget_kernels(monkeypatch)
+    elif known == "bundle":
+        kda_tl.use_kernels(make_bundle(tmp_path / "bundle", version=version or metadata.version("tilelang")))
+    if known == "damaged":
+        for library in libraries():
+            library.write_bytes(b"")
+    monkeypatch.setattr(compile, "generate_source", lambda *job: "its CUDA")
+    told = known == "user" or (known == "bundle" and not version)
+    passes = pass_configs(*JOBS[0][:2])
+    assert compile.hash_kernel(*JOBS[0]) == ("0" * 64 if told else hash_source("its CUDA", passes))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "emptied", "no library", "no entry", "other entry", "text"])

@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,14 +49,14 @@ def make_library(stage: Stage, case: Case, config: Config) -> tuple[bytes, Entry
     return content, entry
 
 
-def make_bundle(folder: Path, jobs: Sequence[compile.Job] = JOBS) -> Path:
-    """A bundle of such libraries."""
+def make_bundle(folder: Path, jobs: Sequence[compile.Job] = JOBS, version: str = "") -> Path:
+    """A bundle of such libraries, made by a version of TileLang."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for job in jobs:
         content, entry = make_library(*job)
         (folder / entry.binary).write_bytes(content)
-        entries.append(entry)
+        entries.append(replace(entry, tools={"tilelang": version}))
     write(folder, entries, {})
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ from support.search_spaces import SMALL
 from support.tuner_cases import BACKWARD, CPU, HERE, WORKLOAD
 
 import kda_tl
+from kda_tl import templates
 from kda_tl.bench.fixtures import check_plan, make_pass, operator_tensors
 from kda_tl.bench.workloads import Workload
-from kda_tl.core.stage import Plan
+from kda_tl.core.isolate import WorkerError
+from kda_tl.core.stage import Case, Plan
 from kda_tl.database.gpus import known_device
-from kda_tl.errors import WrongResultError
+from kda_tl.errors import KdaTlError, WrongResultError
+from kda_tl.runtime.compile import hash_kernel
 from kda_tl.runtime.dispatch import default_plan, pin
 from kda_tl.runtime.kernel import Kernel
 from kda_tl.runtime.program import Program
@@ -26,7 +30,8 @@ from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant
 from kda_tl.tune.final import decide, measure_in_turns
 from kda_tl.tune.journal import Outcome
-from kda_tl.tune.requests import HashJob, Rounds
+from kda_tl.tune.pool import WorkerPool
+from kda_tl.tune.requests import Rounds
 from kda_tl.tune.search import Evaluation
 from kda_tl.tune.session import Run
 
@@ -179,6 +184,20 @@ def test_equally_fast_plans_follow_a_fixed_order(run: Run, monkeypatch: pytest.M
     assert winners == {(32, 16)}
 
 
+def test_kernels_that_calls_need_are_hashed_side_by_side_once_a_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of other workloads have the same kernels; what cannot be lowered says which plan it is of."""
+    plan = default_plan(WORKLOAD.problem(), CPU, BT=16)
+    found = plan_search._hash_kernels(run, WORKLOAD.problem(), plan)
+    case = Case(problem=WORKLOAD.problem(), device=CPU, BT=plan.BT, BC=plan.BC)
+    assert found == {name: hash_kernel(templates.load(name), case, config) for name, config in plan.stages}
+    monkeypatch.setattr(WorkerPool, "_feed", lambda pool, first=None: None)  # no process works from here on
+    longer = replace(WORKLOAD, T=WORKLOAD.T + 1).problem()
+    assert plan_search._hash_kernels(run, longer, plan) == found
+    monkeypatch.setattr(WorkerPool, "result", lambda pool, job: WorkerError("CompileError", "it is too wide"))
+    with pytest.raises(KdaTlError, match=f"{re.escape(plan.label)} cannot be hashed for .*: .*too wide"):
+        plan_search._hash_kernels(run, longer, plan)
+
+
 class FakeMeasurements:
     """Plans with times that are made up."""
 
@@ -190,8 +209,6 @@ class FakeMeasurements:
         return Evaluation(config=plan, outcome=Outcome(status="ok", median_us=self.us[plan], check=check))
 
     def measure(self, request: Any, fixture: Any = None) -> Any:
-        if isinstance(request, HashJob):
-            return "0" * 64
         return Rounds(medians_us=[[self.us[plan]] * 5 for plan in request.plans], reps=3)
 
 

@@ -44,7 +44,6 @@ from kda_tl.tune.events import (
 )
 from kda_tl.tune.journal import Journal, Outcome, Trial
 from kda_tl.tune.pool import DeadlineExceeded, WorkerPool
-from kda_tl.tune.requests import HashJob
 from kda_tl.tune.search import Evaluation
 from kda_tl.tune.session import Run, load_known
 
@@ -131,8 +130,6 @@ def test_the_same_command_measures_nothing_again(
     monkeypatch.setattr(screening, "BT_CHOICES", (16,))
 
     def measure(pool: WorkerPool, request: Any) -> Any:
-        if isinstance(request, HashJob):  # kernels are hashed, not timed
-            return request.run()
         return pytest.fail(f"something was measured again: {request}")
 
     monkeypatch.setattr(WorkerPool, "measure", measure)

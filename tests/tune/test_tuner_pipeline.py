@@ -76,11 +76,9 @@ class MadeUpCrew:
         pass
 
     def result(self, job: Any, *, deadline: float | None = None) -> Any:
-        return "the same kernels"
+        return "0" * 64 if isinstance(job, HashJob) else "the same kernels"
 
     def measure(self, request: Any) -> Any:
-        if isinstance(request, HashJob):  # kernels are hashed, not timed
-            return "0" * 64
         self.measured.append(request)
         if isinstance(request, PlanContest):
             return Rounds(medians_us=[[time_of(plan)] * request.rounds for plan in request.plans], reps=3)
