@@ -166,6 +166,7 @@ def _call_flashinfer(function: Callable[..., Any], workload: Workload, inputs: I
     beta = activate_beta(inputs["beta"].float(), workload.beta)
     wants = bool(inputs.get("output_final_state"))
     options = {name: inputs[name] for name in ("initial_state", "use_qk_l2norm_in_kernel") if name in inputs}
+    options["max_seqlen"] = workload.problem().longest  # without it, all tokens are taken for one sequence
     if wants:
         states = (len(workload.bounds) - 1, workload.HV, workload.V, workload.K)
         options |= {"output_final_state": True, "output_state": g.new_empty(states)}

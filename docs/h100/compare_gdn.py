@@ -1,4 +1,4 @@
-"""Times Gated DeltaNet's pipelines beside each other: ``python compare_gdn.py OUT.json [--peers FLA FlashQLA]``.
+"""Times Gated DeltaNet's pipelines beside each other: ``python compare_gdn.py OUT.json [--peers FLA ...]``.
 
 A part alone: ``--only train``, ``--rows 0 2`` or ``--rows 16/64-2048x4`` (H / HV, tokens x batch), of these or of any
 other shape. Gates of a token are log sigmoid(x), x normal, times a factor of ``--gates``; ``layer`` are those that
@@ -6,6 +6,7 @@ layers of Gated DeltaNet begin with, -A softplus(x + b), A from 0 to 16 and soft
 
 FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
 cold L2, medians of 20 replays. A training step is the forward and all gradients; its forward is timed alone too.
+FlashInfer has a forward only.
 MiB: memory at a call's peak.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -31,12 +33,13 @@ from kda_tl.core.device import current_device
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Plan
 from kda_tl.reference import relative_error
-from kda_tl.runtime.dispatch import pipeline_defaults
+from kda_tl.runtime.defaults import pipeline_defaults
 from kda_tl.templates.pipelines import PIPELINES as ALL
 
 ROWS = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 64, 8192, 1), (2, 8, 32768, 1), (16, 64, 2048, 4), (16, 64, 1024, 8))
 TRAINED = ((32, 32, 8192, 1), (16, 32, 8192, 1), (16, 32, 32768, 1), (4, 8, 32768, 1))
 PAIRS = {"A", "Aqk", "powers"}
+PEERS = ("FLA", "FlashQLA", "FlashInfer")
 SHAPES = {"fwd": ROWS, "train": TRAINED}
 PIPELINES = {
     "fwd": (
@@ -137,7 +140,9 @@ def peak_mib(function: Callable[[], Any]) -> int:
 
 def load_peer(name: str) -> Callable[..., Any]:
     """The operator of another library."""
-    if name == "FlashQLA":
+    if name == "FlashInfer":
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule
+    elif name == "FlashQLA":
         from flash_qla import chunk_gated_delta_rule
     else:
         os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # its own kernels, not ours or FlashQLA's through it
@@ -145,10 +150,26 @@ def load_peer(name: str) -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
+def bind_flashinfer(operator: Callable[..., Any], x: list[torch.Tensor]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A call of FlashInfer's forward: tokens in a row, gates as factors, states [V, K]; made so before, not in it."""
+    batch, tokens, HV, _ = x[2].shape
+    q, k, v, g, beta = (y.flatten(0, 1).contiguous() for y in x[:5])
+    factors, steps, h0 = g.exp(), beta.float(), x[5].mT.contiguous()
+    bounds = torch.arange(0, batch * tokens + 1, tokens, device=q.device)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        ht = torch.empty_like(h0)
+        options = {"initial_state": h0, "output_final_state": True, "output_state": ht, "max_seqlen": tokens}
+        o, ht = operator(q, k, v, factors, steps, cu_seqlens=bounds, **options)
+        return o.view(batch, tokens, HV, -1), ht.mT
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--peers", nargs="*", choices=("FLA", "FlashQLA"), default=[], help="they compile for minutes")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="they compile for minutes")
     parser.add_argument("--only", choices=tuple(SHAPES), help="one part instead of both")
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows of each part: indices from 0, or names")
     parser.add_argument("--gates", nargs="+", default=["1"], help="factors, or layer")
@@ -195,18 +216,24 @@ def main() -> None:
                         row[f"{name} kept"] = time_us(lambda run=run: run(ours, disable_recompute=True), flush)
             row["kda_tl"] = time_us(lambda run=run: run(ours), flush)  # what dispatch chooses
             row["kda_tl MiB"] = peak_mib(lambda run=run: run(ours))
+            others = {name: peer for name, peer in peers.items() if direction == "fwd" or name != "FlashInfer"}
             first, staged = list(found.values())[0], list(found.values())[-1]
             if direction == "train":  # a step less its forward is the backward
-                for name, operator in {"kda_tl": ours, **peers}.items():
+                for name, operator in {"kda_tl": ours, **others}.items():
                     row[f"forward, {name}"] = time_us(
                         lambda operator=operator, forward=forward: forward(operator), flush
                     )
             row["difference"] = max(relative_error(a, b) for a, b in zip(first, staged, strict=True))
-            for name, peer in peers.items():
-                row[name] = time_us(lambda run=run, peer=peer: run(peer), flush)
-                row[f"{name} MiB"] = peak_mib(lambda run=run, peer=peer: run(peer))
+            for name, peer in others.items():
+                launch = bind_flashinfer(peer, x) if name == "FlashInfer" else functools.partial(run, peer)
+                try:
+                    row[name] = time_us(launch, flush)
+                except Exception as error:  # peers raise what they like; the other rows are wanted all the same
+                    row[f"{name} failed"] = f"{type(error).__name__}: {error}"
+                    continue
+                row[f"{name} MiB"] = peak_mib(launch)
                 row[f"{name} differs"] = max(
-                    relative_error(a.double(), b) for a, b in zip(run(peer), staged, strict=True)
+                    relative_error(a.double(), b) for a, b in zip(launch(), staged, strict=True)
                 )
             report[direction].append(row)
             print(row, flush=True)

@@ -94,8 +94,18 @@ def test_flashinfer_is_asked_for_the_same(gate: str, state_v_first: bool) -> Non
     inputs = workload.inputs("cpu")
 
     def function(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, *, cu_seqlens: Any, output_state: Any, **options: Any
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        *,
+        cu_seqlens: Any,
+        output_state: Any,
+        max_seqlen: int,
+        **options: Any,
     ) -> Any:
+        assert max_seqlen == cu_seqlens.diff().max()
         assert q.dim() == 3 and q.is_contiguous() and g.dtype == beta.dtype == torch.float32 and g.max() <= 1
         packed = (x[None] for x in (q, k, v, g.log(), beta))
         o, ht = chunk_gated_delta_rule(*packed, cu_seqlens=cu_seqlens, state_v_first=True, **options)
