@@ -15,7 +15,7 @@ from kda_tl.cli._problem import read_one_workload, require_pass
 from kda_tl.cli._target import find_one_known
 from kda_tl.core.device import Device
 from kda_tl.core.stage import Case, Plan
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.kernel import Slot
 from kda_tl.tune.plan_search import require_pipeline
 

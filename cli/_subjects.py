@@ -15,7 +15,8 @@ from kda_tl.database.lookup import EXACT
 from kda_tl.database.store import Database, Entry, Key
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.ops import find_declaration, load_declarations
-from kda_tl.runtime.dispatch import default_plan, parse_plan, select_plan
+from kda_tl.runtime.defaults import default_plan
+from kda_tl.runtime.dispatch import parse_plan, select_plan
 
 TAGS = {  # of what is tuned on such devices, by pass
     "fwd": {"cpu": "cpu", "cuda": "tune"},

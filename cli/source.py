@@ -19,7 +19,7 @@ from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.errors import InputError
 from kda_tl.runtime.compile import compile_stage
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

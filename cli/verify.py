@@ -21,7 +21,7 @@ from kda_tl.cli._subjects import Finding, Subject, default_subjects, served_subj
 from kda_tl.cli._target import find_here, find_known, load_directory
 from kda_tl.core.device import Device
 from kda_tl.database.store import Database, sources, stale_stages, validate
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.lower import require_compiler
 
 # A plan is too slow if it is so in more than one of three rounds

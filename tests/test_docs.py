@@ -24,7 +24,7 @@ from kda_tl.core.problem import DTYPES, GATES, Problem
 from kda_tl.database.gpus import known_device, resolve_gpu
 from kda_tl.errors import InputError
 from kda_tl.ops import load_all
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.templates.pipelines import PIPELINES
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,8 @@ from kda_tl.core.stage import Case, Config, Plan, Stage
 from kda_tl.database.store import Database
 from kda_tl.errors import InputError
 from kda_tl.runtime.binary import build_binary
-from kda_tl.runtime.dispatch import DEFAULT_BT, select_plan
+from kda_tl.runtime.defaults import DEFAULT_BT
+from kda_tl.runtime.dispatch import select_plan
 from kda_tl.runtime.program import list_jobs
 
 BUILD_TIMEOUT_S = 600.0

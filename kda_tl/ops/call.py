@@ -18,7 +18,8 @@ from kda_tl.core.stage import Plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops.operator import Args, Bounds, Operator
 from kda_tl.reference import recurrent_kda
-from kda_tl.runtime.dispatch import DEFAULT_BT, PlanSelection, build_program, context, load_program, select_cached
+from kda_tl.runtime.defaults import DEFAULT_BT
+from kda_tl.runtime.dispatch import PlanSelection, build_program, context, load_program, select_cached
 from kda_tl.runtime.program import Compute, Program
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ import torch
 from kda_tl.errors import UnsupportedError
 from kda_tl.ops.call import bind_call, choose_backward, run_backward, run_forward, run_reference
 from kda_tl.ops.operator import Args, Operator
-from kda_tl.runtime.dispatch import DEFAULT_BT
+from kda_tl.runtime.defaults import DEFAULT_BT
 
 Tensor = torch.Tensor
 

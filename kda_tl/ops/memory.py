@@ -14,7 +14,8 @@ from kda_tl.ops import find_operator
 from kda_tl.ops.call import backward_problem, choose_backward_of, pose
 from kda_tl.ops.entry import needs_gradients, settle
 from kda_tl.ops.operator import Bounds
-from kda_tl.runtime.dispatch import DEFAULT_BT, PlanSelection, select_cached
+from kda_tl.runtime.defaults import DEFAULT_BT
+from kda_tl.runtime.dispatch import PlanSelection, select_cached
 from kda_tl.runtime.program import record
 from kda_tl.runtime.replay import Workspace
 from kda_tl.templates.pipelines import PIPELINES

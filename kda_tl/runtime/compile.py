@@ -49,8 +49,8 @@ _forbidden: ContextVar[bool] = ContextVar("kda_tl_no_compile", default=False)
 class Library:
     """A kernel as a library on disk."""
 
-    def __init__(self, job: Job, path: Path) -> None:
-        self.job, self.path = job, path
+    def __init__(self, job: Job, path: Path, entry: Entry | None = None) -> None:
+        self.job, self.path, self.entry = job, path, entry
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def _find(stage: Stage, case: Case, config: Config) -> Binary | None:
             continue
         return library
     found = cache.find(cache.name_of(*job))
-    return Library(job, found[0]) if found else None
+    return Library(job, *found) if found else None
 
 
 def _compile(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
@@ -237,7 +237,7 @@ def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
         for name, key in sorted((cache.name_of(*job), key) for key, job in jobs.items()):
             _lock(held, name)
             if found := cache.find(name):
-                found_or_made[key] = Library(jobs[key], found[0])
+                found_or_made[key] = Library(jobs[key], *found)
             else:
                 wanted.append((name, key))
         if not wanted:
@@ -249,7 +249,7 @@ def _compile_for_cuda(jobs: Mapping[_Key, Job]) -> dict[_Key, Binary]:
                     failures.append(made)
                     continue
                 (name, key), (content, entry) = wanted[i], made
-                found_or_made[key] = Library(jobs[key], _keep(name, content, entry))
+                found_or_made[key] = Library(jobs[key], _keep(name, content, entry), entry)
             if failures:
                 raise failures[0]
     return found_or_made

@@ -10,37 +10,21 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from kda_tl.core.device import Device, find_compiler
-from kda_tl.core.pipeline import Pipeline
 from kda_tl.core.problem import Problem
-from kda_tl.core.stage import BT_CHOICES, Case, Plan
+from kda_tl.core.stage import Case, Plan
 from kda_tl.core.toolchain import can_import_tilelang, explain_missing
-from kda_tl.database.lookup import EXACT
+from kda_tl.database.lookup import EXACT, Hit
 from kda_tl.database.store import Database, Key, iter_hits, sources, stale_stages
 from kda_tl.errors import InputError, KdaTlWarning
 from kda_tl.runtime.compile import is_ready
+from kda_tl.runtime.defaults import DEFAULT_BT, count_segments, default_plan, find_rejection, iter_defaults
 from kda_tl.runtime.program import Program
-
-# When nothing is tuned: the first whose stages take the case, see rank_pipelines. The last runs on every device.
-DEFAULT_PIPELINES = {
-    "fwd": ("prep_recurrence", "gdn_pairs", "gdn_recurrence", "staged"),
-    "bwd": ("prep_scan", "gdn_scan", "staged_backward"),
-    "step": ("decode_rows", "decode"),
-}
-DEFAULT_BT = 64
-DEFAULT_BC = 16
-# When a batch is cut into segments, see choose_segments
-_BLOCK_CHANNELS = 64  # of a head's values that a thread block takes through all chunks of a sequence
-_MIN_CHUNKS = 16  # of a segment: what is done once a segment then takes a small part of the time
-_MIN_SEGMENTS = 4  # of the longest sequence: what is cut is walked twice, which half as long walks do not repay
-# When a serial pipeline comes first, see fills_device
-_LEAST_FILLED = 0.7  # of a GPU's time, or what has more and shorter blocks is faster
-_SERIAL_CHANNELS = 128  # of a head's values that a multiprocessor takes through all chunks of a segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,117 +103,33 @@ def parse_plan(stored: Mapping[str, Any], problem: Problem, device: Device) -> P
     return plan
 
 
-def pipeline_defaults(pipeline: str, case: Case) -> Plan:
-    """A pipeline's plan when nothing is tuned, whether or not the case fits it: see :func:`find_rejection`."""
-    from kda_tl.templates.pipelines import PIPELINES
-
-    of = PIPELINES[pipeline]
-    stages = tuple((stage.name, of.defaults.get(stage.name, stage.default)(case)) for stage in of.stages)
-    return Plan(pipeline=pipeline, BT=case.BT, BC=case.BC, stages=stages, kept=of.keeps)
-
-
-def find_rejection(plan: Plan, case: Case) -> str:
-    """The first stage that cannot run a case as the plan says, and why; empty if all can."""
-    reasons = (f"{name}: {reason}" for name, config in plan.stages if (reason := config.reject(case)))
-    return next(reasons, "")
-
-
-def choose_segments(case: Case, choices: Iterable[int]) -> int:
-    """Into which of some numbers of segments a batch is cut when nothing is tuned; 1 leaves sequences whole.
-
-    Whole sequences of few heads leave most of a GPU idle. So it is the largest number whose thread blocks run side by
-    side, if segments are long enough and the longest sequence has several of them. They are counted as a layout does,
-    all sequences together (:func:`kda_tl.core.layout.make_layout`). What has no lengths is not cut.
-    """
-    p, device = case.problem, case.device
-    blocks, chunks = p.HV * -(-p.V // _BLOCK_CHANNELS), -(-p.tokens // case.BT)
-    fitting = (n for n in choices if n * blocks <= device.num_sms and n * _MIN_CHUNKS <= chunks)
-    return max((n for n in fitting if n * p.longest >= _MIN_SEGMENTS * p.tokens), default=1)
-
-
-def fills_device(case: Case, pipeline: Pipeline) -> bool:
-    """Whether the blocks of a serial pipeline, if all segments were as long as the longest, keep a GPU busy.
-
-    What has no lengths does not, nor what is cut into fewer chunks than repay it.
-    """
-    p, num_sms, segments = case.problem, case.device.num_sms, pipeline.segments
-    chunks, longest = (-(-tokens // case.BT) for tokens in (p.tokens, p.longest))
-    if chunks < segments * (pipeline.least_chunks if segments > 1 else 1):
-        return False
-    of_segment, heads = min(longest, -(-chunks // segments)), p.HV * -(-p.V // _SERIAL_CHANNELS)
-    rounds = -(-heads * -(-chunks // of_segment) // num_sms)
-    if pipeline.at_once and rounds > 1:
-        return False
-    return heads * chunks >= _LEAST_FILLED * num_sms * rounds * of_segment
-
-
-def rank_pipelines(case: Case) -> list[str]:
-    """The pipelines of a case's pass by their names, as they run when nothing is tuned: the first that takes the case.
-
-    Serial ones that fill the GPU come first, that with the fewest segments before the others. Those that cut a batch as
-    :func:`choose_segments` says come before those that leave sequences whole. All others come after these: their
-    kernels may be the only ones that are there where none can be compiled.
-    """
-    from kda_tl.templates.pipelines import PIPELINES
-
-    direction = case.problem.direction
-    *whole, last = DEFAULT_PIPELINES[direction]
-    others = [each for each in PIPELINES.values() if each.direction == direction and each.name not in (*whole, last)]
-    cuts = {each.segments for each in others if not each.serial} - {1}
-    segments = choose_segments(case, cuts) if cuts else 1
-    first = [each for each in others if each.serial and fills_device(case, each)]
-    first += [each for each in others if not each.serial and each.segments == segments > 1]
-    return [*(each.name for each in first), *whole, *(each.name for each in others if each not in first), last]
-
-
-def iter_defaults(
-    problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
-) -> Iterator[Plan]:
-    """The plans that run when nothing is tuned, first in rank first: of every pipeline, and of chunks from BT down.
-
-    A step has no chunks.
-
-    BT and BC are the most tokens a chunk and a sub-chunk; a pipeline that is given need not be a default. Raises
-    InputError if the device runs no chunk size of at most BT; the message holds the last stage's reason, that of the
-    largest chunks if it is about one pipeline.
-    """
-    sizes = [size for size in BT_CHOICES if size <= BT] if problem.chunked else [0]  # the largest first
-    cases = [Case(problem=problem, device=device, BT=size, BC=min(BC, size)) for size in sizes]
-    ranked = [(case, name) for case in cases for name in (rank_pipelines(case) if pipeline is None else (pipeline,))]
-    failures: list[str] = []
-    for case, name in ranked:
-        plan = pipeline_defaults(name, case)
-        if rejection := find_rejection(plan, case):
-            failures.append(rejection)
-        else:
-            yield plan
-    if len(failures) == len(ranked):
-        if pipeline is not None:
-            raise InputError(f"{pipeline} does not run {problem.key} on {device.slug}: {failures[0]}.")
-        raise InputError(f"{problem.key} does not fit {device.slug}: {failures[-1]}.")
-
-
-def default_plan(
-    problem: Problem, device: Device, *, BT: int = DEFAULT_BT, BC: int = DEFAULT_BC, pipeline: str | None = None
-) -> Plan:
-    """The first of :func:`iter_defaults`."""
-    return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
-
-
-def count_segments(plan: Plan) -> int:
-    """Into how many segments a plan's pipeline cuts sequences, at most; 1 leaves them whole."""
-    from kda_tl.templates.pipelines import PIPELINES
-
-    return PIPELINES[plan.pipeline].segments
-
-
-@functools.lru_cache(maxsize=512)
-def _segments_by_default(problem: Problem, device: Device) -> int | None:
-    """Into how many the default cuts a problem's sequences; None where no default runs."""
+@functools.lru_cache(maxsize=1024)
+def _find_default(problem: Problem, device: Device) -> Plan | None:
+    """The default plan of a problem; None where no default runs."""
     try:
-        return count_segments(default_plan(problem, device))
+        return default_plan(problem, device)
     except InputError:
         return None
+
+
+def _explain_elsewhere(hit: Hit, plan: Plan, problem: Problem, device: Device) -> str:
+    """Why a plan that was tuned for another bucket or GPU does not serve here, in a sentence; empty if it does.
+
+    How many blocks fill a GPU decides between pipelines, and defaults follow that. So a plan serves where the default
+    is of the same pipeline as it was there, cuts sequences exactly where the default does, and into no fewer segments.
+    """
+    posed, gpu = hit.entry.key.problem(problem.operator, problem.direction), hit.file.gpu
+    origin = device if gpu.slug == device.slug else gpu.as_device()
+    here, there = _find_default(problem, device), _find_default(posed, origin)
+    if here is None or there is None:
+        return ""
+    segments, by_default = count_segments(plan), count_segments(here)
+    if segments < by_default or (segments > 1) != (by_default > 1):
+        what = f"cuts sequences into {segments}" if segments > 1 else "leaves sequences whole"
+        return f"it {what}, and the default does not here."
+    if here.pipeline != there.pipeline:
+        return f"the default is {there.pipeline} there, and {here.pipeline} here."
+    return ""
 
 
 def select_plan(
@@ -246,10 +146,10 @@ def select_plan(
 
     The ``databases`` come first in rank first, with a ``chunk_size`` only plans of this BT count, ``runs`` says whether
     a plan's kernels are there or can be compiled, all plans' unless given, and with ``strict`` entries measured with
-    other templates than today's are misses instead of marked stale. A plan of another bucket or GPU serves only if it
-    cuts sequences exactly where the default does, and into no fewer segments: these would leave a GPU idle. Raises
-    InputError if the pinned plan cannot run this problem or has another chunk size, no plan is of the pinned numerics
-    class, or the device has no room for the chunk size.
+    other templates than today's are misses instead of marked stale. A plan of another bucket or GPU serves only
+    where the default is what it was there: see :func:`_explain_elsewhere`. Raises InputError if the pinned plan cannot
+    run this problem or has another chunk size, no plan is of the pinned numerics class, or the device has no room for
+    the chunk size.
     """
     pin = pin if pin and pin.holds_for(problem) else None
     if pin is not None and pin.plan is not None:
@@ -276,11 +176,8 @@ def select_plan(
             except InputError as error:
                 passed_over.append(f"{hit.reason} But {error}")
                 continue
-            segments = count_segments(plan)
-            by_default = segments if hit.step == EXACT else _segments_by_default(problem, device) or segments
-            if segments < by_default or (segments > 1) != (by_default > 1):
-                what = f"cuts sequences into {segments}" if segments > 1 else "leaves sequences whole"
-                passed_over.append(f"{hit.reason} But it {what}, and the default does not here.")
+            if hit.step != EXACT and (reason := _explain_elsewhere(hit, plan, problem, device)):
+                passed_over.append(f"{hit.reason} But {reason}")
                 continue
             if runs and not runs(plan):
                 passed_over.append(f"{hit.reason} But no bundle has its kernels, and none can be compiled here.")

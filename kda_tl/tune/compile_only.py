@@ -16,7 +16,7 @@ from kda_tl.core.isolate import WorkerCrash, WorkerFailure, WorkerTimeout, map_p
 from kda_tl.core.stage import Case, Config
 from kda_tl.errors import InputError
 from kda_tl.runtime.compile import Library, compile_stage
-from kda_tl.runtime.dispatch import DEFAULT_BC, DEFAULT_BT
+from kda_tl.runtime.defaults import DEFAULT_BC, DEFAULT_BT
 from kda_tl.runtime.lower import require_compiler
 from kda_tl.tune.pool import TARGET
 from kda_tl.tune.requests import KernelJob

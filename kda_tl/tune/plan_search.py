@@ -20,7 +20,8 @@ from kda_tl.database import store
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
 from kda_tl.errors import InputError, KdaTlError
 from kda_tl.runtime.compile import known_hash
-from kda_tl.runtime.dispatch import numerics_class, pipeline_defaults, select_plan
+from kda_tl.runtime.defaults import pipeline_defaults
+from kda_tl.runtime.dispatch import numerics_class, select_plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune.events import ChunkVariant, PartStarted, PlanDone
 from kda_tl.tune.final import ROUNDS, Comparison, decide, measure_in_turns
@@ -231,8 +232,10 @@ def _hash_kernels(run: Run, problem: Problem, plan: Plan) -> dict[str, str]:
     jobs = {name: HashJob(stage=templates.load(name), case=case, config=config) for name, config in plan.stages}
     known = {name: known_hash(job.stage, job.case, job.config) for name, job in jobs.items()}
     run.pool.enqueue(job for name, job in jobs.items() if known[name] is None)
-    hashes = {name: known[name] or run.pool.result(job) for name, job in jobs.items()}
-    failure = next((found for found in hashes.values() if isinstance(found, WorkerFailure)), None)
-    if failure is not None:
-        raise KdaTlError(f"the kernels of {plan.label} cannot be hashed for {problem.key}: {failure}") from failure
+    hashes: dict[str, str] = {}
+    for name, job in jobs.items():
+        found = known[name] or run.pool.result(job)
+        if isinstance(found, WorkerFailure):
+            raise KdaTlError(f"the kernels of {plan.label} cannot be hashed for {problem.key}: {found}") from found
+        hashes[name] = found
     return hashes

@@ -11,7 +11,7 @@ from kda_tl.bench.timing import summarise
 from kda_tl.bench.workloads import Workload
 from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import BC_CHOICES, BT_CHOICES, Case
-from kda_tl.runtime.dispatch import DEFAULT_BC, find_rejection, rank_pipelines
+from kda_tl.runtime.defaults import DEFAULT_BC, find_rejection, rank_pipelines
 from kda_tl.tune import plan_search
 from kda_tl.tune.events import ChunkVariant, PartStarted, VariantScreened
 from kda_tl.tune.plan_search import case_of, default_plans, list_kernels, make_fixture, run_plan

@@ -21,7 +21,8 @@ from kda_tl.core.packages import importing
 from kda_tl.core.stage import Config, Plan, Stage
 from kda_tl.database import store
 from kda_tl.errors import DatabaseError, InputError, KdaTlError
-from kda_tl.runtime.dispatch import default_plan, iter_defaults, select_plan
+from kda_tl.runtime.defaults import default_plan, iter_defaults
+from kda_tl.runtime.dispatch import select_plan
 from kda_tl.runtime.lower import require_compiler
 from kda_tl.tune import events, plan_search
 from kda_tl.tune.events import ChunkVariant, OnEvent, StageResult, TuneReport, WorkloadReport

@@ -21,7 +21,8 @@ from kda_tl.core.stage import BT_CHOICES, Case, Plan
 from kda_tl.database import store as db
 from kda_tl.database.records import Entry, Key
 from kda_tl.ops import load_all
-from kda_tl.runtime.dispatch import default_plan, numerics_class, pipeline_defaults
+from kda_tl.runtime.defaults import default_plan, pipeline_defaults
+from kda_tl.runtime.dispatch import numerics_class
 
 PROBLEM = Problem(H=32, HV=32, K=128, V=128, tokens=8192, gate="safe")
 

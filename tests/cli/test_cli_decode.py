@@ -28,7 +28,8 @@ from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
 from kda_tl.database.store import Database
 from kda_tl.errors import UnsupportedError
-from kda_tl.runtime.dispatch import default_plan, load_program
+from kda_tl.runtime.defaults import default_plan
+from kda_tl.runtime.dispatch import load_program
 
 STEPS = [workload for workload in WORKLOADS if workload.direction == "step"]
 STEP = {"operator": SMALL_STEP.operator, "direction": "step"}  # of a file of the database

@@ -98,9 +98,11 @@ def test_explain_for_a_gpu_that_is_elsewhere(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize(("way", "pipeline"), [("fwd", "gdn_pairs_segments_16"), ("bwd", "gdn_walk_segments_16")])
-def test_explain_says_that_few_heads_are_cut(run: Run, way: str, pipeline: str) -> None:
-    words = ("--operator", "chunk_gated_delta_rule", "--heads", "4", "--value-heads", "8", "--gate", "log")
+@pytest.mark.parametrize(
+    ("heads", "way", "pipeline"), [("4", "fwd", "gdn_pairs_segments_16"), ("8", "bwd", "gdn_walk_segments_16")]
+)
+def test_explain_says_that_few_heads_are_cut(run: Run, heads: str, way: str, pipeline: str) -> None:
+    words = ("--operator", "chunk_gated_delta_rule", "--heads", heads, "--value-heads", "8", "--gate", "log")
     code, out, _ = run("explain", *words, "--tokens", "32768", "--pass", way, "--gpu", "h100", "--json")
     (choice,) = json.loads(out)["workloads"]
     assert (code, choice["step"], choice["plan"]["pipeline"]) == (0, "default", pipeline)

@@ -24,7 +24,7 @@ from kda_tl.core.problem import BETAS, DIRECTIONS, DTYPES, GATES, Problem
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
 from kda_tl.reference import gradient_name, recurrent_gradients, recurrent_kda
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 
 COMMANDS = ("tune", "bench", "verify", "explain", "source", "show", "compile")
 OPTIONS = {

@@ -16,7 +16,7 @@ from support.cli_cases import ANSI, CPU, SMALL, make_entry, make_report, make_se
 from kda_tl.cli._console import Terminal
 from kda_tl.cli._progress import TuneProgress
 from kda_tl.database.records import VsDefault
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.tune.events import (
     ChunkVariant,
     Event,

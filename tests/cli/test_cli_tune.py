@@ -22,7 +22,7 @@ from kda_tl.core.device import Device
 from kda_tl.database import store as db
 from kda_tl.database.records import VsDefault
 from kda_tl.errors import CompileError
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.tune.events import TuneReport, WorkloadReport, WorkloadStarted
 
 pytestmark = pytest.mark.usefixtures("own_database")

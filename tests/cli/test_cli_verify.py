@@ -19,7 +19,7 @@ from kda_tl.core.device import Device
 from kda_tl.core.isolate import WorkerFailure
 from kda_tl.core.stage import Plan
 from kda_tl.database.gpus import known_device
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.tune.requests import HashJob
 
 pytestmark = pytest.mark.usefixtures("own_database")

@@ -31,7 +31,7 @@ from kda_tl import templates
 from kda_tl.ops import load_all
 from kda_tl.ops.call import choose_backward_of
 from kda_tl.reference import relative_error
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.templates.pipelines import PIPELINES
 
 pytestmark = [

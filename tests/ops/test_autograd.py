@@ -36,7 +36,7 @@ from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
 from kda_tl.runtime import dispatch
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.kernel import Kernel
 
 CPU = cpu_device()

@@ -25,7 +25,7 @@ from kda_tl.ops.entry import explain
 from kda_tl.ops.kda import chunk_kda
 from kda_tl.reference import relative_error
 from kda_tl.runtime import dispatch
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 
 pytestmark = [
     pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++"),

@@ -27,7 +27,7 @@ from kda_tl.core.stage import Case, static_sizes
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError, UnsupportedError
 from kda_tl.ops.kda import chunk_kda
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.program import record
 from kda_tl.runtime.replay import Workspace
 from kda_tl.templates.pipelines import PIPELINES

@@ -29,7 +29,7 @@ from kda_tl.ops.entry import explain
 from kda_tl.ops.gated_delta_rule import chunk_gated_delta_rule
 from kda_tl.ops.operator import Operator
 from kda_tl.reference import relative_error
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 
 CPU = cpu_device()
 needs_compiler = pytest.mark.skipif(find_compiler(CPU) is None, reason="no C++ compiler: install g++ or clang++")

@@ -21,14 +21,8 @@ from kda_tl.database.gpus import known_device
 from kda_tl.database.store import Database, Entry
 from kda_tl.errors import InputError
 from kda_tl.ops.call import choose_backward_of
-from kda_tl.runtime.dispatch import (
-    Pin,
-    default_plan,
-    numerics_class,
-    parse_plan,
-    pipeline_defaults,
-    select_plan,
-)
+from kda_tl.runtime.defaults import default_plan, pipeline_defaults
+from kda_tl.runtime.dispatch import Pin, numerics_class, parse_plan, select_plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.templates.sm90.outputs import OutputConfig
 

@@ -16,7 +16,8 @@ from kda_tl.core.device import Device, cpu_device
 from kda_tl.core.stage import Plan
 from kda_tl.database import store as db
 from kda_tl.database.records import Check, Entry, Key, Timing, VsDefault
-from kda_tl.runtime.dispatch import default_plan, numerics_class
+from kda_tl.runtime.defaults import default_plan
+from kda_tl.runtime.dispatch import numerics_class
 from kda_tl.tune.events import WorkloadReport
 from kda_tl.tune.search import Evaluation, SearchResult
 

@@ -12,7 +12,7 @@ from kda_tl.core.stage import Plan
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.database.store import Database, Entry
-from kda_tl.runtime.dispatch import iter_defaults
+from kda_tl.runtime.defaults import iter_defaults
 
 H200 = known_device("nvidia_h200")
 PROBLEM = Problem(H=32, HV=32, K=128, V=128, tokens=8192, gate="safe")

@@ -26,7 +26,8 @@ from kda_tl.core.stage import Case, Config, Plan
 from kda_tl.database.store import Entry, sources
 from kda_tl.ops import load_all
 from kda_tl.runtime.compile import is_ready
-from kda_tl.runtime.dispatch import iter_defaults, numerics_class, parse_plan, pipeline_defaults
+from kda_tl.runtime.defaults import iter_defaults, pipeline_defaults
+from kda_tl.runtime.dispatch import numerics_class, parse_plan
 from kda_tl.templates.pipelines import PIPELINES
 
 # bf16, fp16: where peers land against a float64 oracle; fp32: products of operands split into tf32 and rest

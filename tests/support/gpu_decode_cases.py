@@ -20,7 +20,7 @@ from kda_tl.errors import InputError
 from kda_tl.ops import recurrent_call
 from kda_tl.ops.recurrent import pose
 from kda_tl.ops.recurrent_entry import RECURRENT
-from kda_tl.runtime.dispatch import iter_defaults
+from kda_tl.runtime.defaults import iter_defaults
 from kda_tl.templates.pipelines import PIPELINES
 
 PIPELINES_OF_STEPS = tuple(name for name, pipeline in PIPELINES.items() if pipeline.direction == "step")

@@ -25,7 +25,7 @@ from kda_tl.core.isolate import map_pool
 from kda_tl.core.problem import Problem
 from kda_tl.core.stage import Case, Config, Stage
 from kda_tl.runtime.compile import compile_stage
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.kernel import Kernel
 
 LENGTHS = (1, 0, 130, 64)

@@ -24,7 +24,7 @@ from kda_tl.ops.recurrent import pose
 from kda_tl.ops.recurrent_entry import RECURRENT
 from kda_tl.reference import relative_error
 from kda_tl.runtime.compile import compile_stage
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.lower import generate_source
 
 CPU = cpu_device()

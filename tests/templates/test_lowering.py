@@ -18,7 +18,7 @@ from kda_tl import templates
 from kda_tl.core.problem import DIRECTIONS, DTYPES, Problem
 from kda_tl.core.stage import Case, Config
 from kda_tl.database.gpus import known_device
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.lower import generate_source
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.pipelines import PIPELINES

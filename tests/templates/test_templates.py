@@ -35,7 +35,7 @@ from kda_tl.database.gpus import known_device
 from kda_tl.errors import CompileError
 from kda_tl.reference import activate_beta, relative_error
 from kda_tl.runtime.compile import compile_stage
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.program import Program
 from kda_tl.templates.common.chunks import pack_lower, split_chunks
 from kda_tl.templates.pipelines import PIPELINES

@@ -22,7 +22,8 @@ from kda_tl.core.stage import Case, Plan
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import KdaTlError, WrongResultError
 from kda_tl.runtime.compile import hash_kernel
-from kda_tl.runtime.dispatch import default_plan, pin
+from kda_tl.runtime.defaults import default_plan
+from kda_tl.runtime.dispatch import pin
 from kda_tl.runtime.kernel import Kernel
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES

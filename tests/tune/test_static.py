@@ -14,7 +14,7 @@ from kda_tl.core.device import cpu_device
 from kda_tl.core.isolate import WorkerFailure
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.runtime.dispatch import default_plan
+from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.resources import read_resources
 from kda_tl.tune import compile_only
 from kda_tl.tune.compile_only import Compiled, compile_static

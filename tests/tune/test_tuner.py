@@ -25,7 +25,8 @@ from kda_tl.database.records import Key
 from kda_tl.errors import InputError, KdaTlError, WrongResultError
 from kda_tl.reference import recurrent_kda, relative_error
 from kda_tl.runtime.compile import hash_kernel
-from kda_tl.runtime.dispatch import default_plan, pin, select_cached
+from kda_tl.runtime.defaults import default_plan
+from kda_tl.runtime.dispatch import pin, select_cached
 from kda_tl.runtime.program import Program
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import requests, screening, tuner

@@ -15,7 +15,8 @@ from kda_tl.core.stage import Plan
 from kda_tl.database import store as db
 from kda_tl.database.gpus import known_device
 from kda_tl.errors import InputError
-from kda_tl.runtime.dispatch import default_plan, select_plan
+from kda_tl.runtime.defaults import default_plan
+from kda_tl.runtime.dispatch import select_plan
 from kda_tl.templates.pipelines import PIPELINES
 from kda_tl.tune import screening, tuner
 from kda_tl.tune.events import StageStarted, TuneReport, VariantScreened
