@@ -216,8 +216,13 @@ def test_the_support_table_is_what_stages_reject(seed: int) -> None:
 
 def test_the_packaged_plans_are_counted_right() -> None:
     text = " ".join(read("README.md").split())
-    said = re.search(r"H200 (\d+) forward and (\d+) backward, H100 (\d+) and (\d+)", text)
+    counts = (
+        r"H200 (\d+) forward and (\d+) backward, H100 (\d+) and (\d+); of `chunk_gated_delta_rule` H200 (\d+) and (\d+)"
+    )
+    said = re.search(counts, text)
     files = [f"{gpu}/chunk_kda_{p}.json" for gpu in ("nvidia_h200", "nvidia_h100_80gb_hbm3") for p in ("fwd", "bwd")]
+    files += [f"nvidia_h200/chunk_gated_delta_rule_{p}.json" for p in ("fwd", "bwd")]
+    assert {str(path.relative_to(ROOT / "tuning_db")) for path in (ROOT / "tuning_db").glob("*/*.json")} == set(files)
     entries = [json.loads((ROOT / "tuning_db" / file).read_text())["entries"] for file in files]
     assert said is not None and [int(n) for n in said.groups()] == [len(each) for each in entries]
     assert {(e["key"]["K"], e["key"]["V"], e["key"]["dtype"]) for each in entries for e in each} == {(128, 128, "bf16")}

@@ -167,7 +167,7 @@ def test_a_reader_that_stops_early_is_no_error(unbuffered: str) -> None:
         f"{KDA_TL} {words} | true; echo ${{PIPESTATUS[0]}}" for words in ("show", "show --json", "--help")
     )
     done = spawn("bash", "-c", script, PYTHONUNBUFFERED=unbuffered)
-    assert (done.stdout.split(), done.stderr) == (["0", "0", "0"], "")
+    assert (done.stdout.split(), done.stderr) == (["0", "0", "0"], ""), done.stderr
 
 
 @needs_full
