@@ -62,8 +62,8 @@ def _found() -> tuple[Bundle, ...]:
     return tuple(found)
 
 
-def find_binaries(stage: Stage, case: Case, config: Config) -> Iterator[Path]:
-    """Libraries of bundles that hold the kernel of a stage, checked, the first in rank first.
+def find_binaries(stage: Stage, case: Case, config: Config) -> Iterator[tuple[Path, Entry]]:
+    """Libraries of bundles that hold the kernel of a stage, checked, and their entries, the first in rank first.
 
     ``case`` is as :meth:`Stage.specialise` makes it. A binary that is not the one of its manifest is told once, and
     passed over.
@@ -75,7 +75,7 @@ def find_binaries(stage: Stage, case: Case, config: Config) -> Iterator[Path]:
                 warn(reason)
             continue
         try:
-            yield bundle.check(entry)
+            yield bundle.check(entry), entry
         except BundleError as error:
             warn(str(error))
 

@@ -49,7 +49,7 @@ _forbidden: ContextVar[bool] = ContextVar("kda_tl_no_compile", default=False)
 class Library:
     """A kernel as a library on disk."""
 
-    def __init__(self, job: Job, path: Path, entry: Entry | None = None) -> None:
+    def __init__(self, job: Job, path: Path, entry: Entry) -> None:
         self.job, self.path, self.entry = job, path, entry
 
     @functools.cached_property
@@ -165,8 +165,8 @@ def _find(stage: Stage, case: Case, config: Config) -> Binary | None:
     if case.device.kind == "cpu":  # TileLang's cache knows
         return None
     job = stage, case, config
-    for path in sources.find_binaries(*job):
-        library = Library(job, path)
+    for path, entry in sources.find_binaries(*job):
+        library = Library(job, path, entry)
         try:
             library.function  # noqa: B018 (a system that cannot load it is told, and the next source asked)
         except KdaTlError as error:

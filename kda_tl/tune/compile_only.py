@@ -48,9 +48,10 @@ class StaticJob(KernelJob):
     def run(self) -> dict[str, Any]:
         """Returns fields of :class:`Compiled`."""
         binary = compile_stage(self.stage, self.case, self.config).binary
-        entry = binary.entry if isinstance(binary, Library) else None
-        told = ("smem_bytes", "registers", "local_bytes")
-        return {name: getattr(entry, name) for name in told} | {"threads": math.prod(entry.block)} if entry else {}
+        if not isinstance(binary, Library):
+            return {}
+        told = {name: getattr(binary.entry, name) for name in ("smem_bytes", "registers", "local_bytes")}
+        return {**told, "threads": math.prod(binary.entry.block)}
 
 
 def compile_static(

@@ -26,7 +26,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find() -> list[Path]:
     stage, case, config = JOB
-    return [path.parent for path in sources.find_binaries(stage, stage.specialise(case), config)]
+    return [path.parent for path, _ in sources.find_binaries(stage, stage.specialise(case), config)]
 
 
 def test_named_bundles_come_before_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_no_fault_of_a_file_serves_a_kernel(tmp_path: Path, monkeypatch: pytest.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", KdaTlWarning)
                 for stage, case, config in JOBS:
-                    (first, *_) = sources.find_binaries(stage, stage.specialise(case), config)
+                    ((first, _), *_) = sources.find_binaries(stage, stage.specialise(case), config)
                     assert first.read_bytes() == whole[first.name] and first.name.startswith(f"{stage.name}-")
             faults += 1
     assert faults >= 3 * 40

@@ -253,8 +253,9 @@ def test_bundles_serve_before_the_users_kernels(
     bundle = make_bundle(tmp_path / "bundle")
     kda_tl.use_kernels(bundle)
     with kda_tl.no_compile():
-        found = [kernel.function for kernel in compile_stages(JOBS)]
-    assert {path.parent for path in found} == {bundle} and is_ready(*JOBS[0])
+        kernels = compile_stages(JOBS)
+    assert {kernel.function.parent for kernel in kernels} == {bundle} and is_ready(*JOBS[0])
+    assert [kernel.binary.entry.stage for kernel in kernels] == [stage.name for stage, _, _ in JOBS]
 
     def refuse(path: Path) -> Path:
         if path.parent == bundle:
