@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kda_tl import __version__
-from kda_tl.cli._exit import run_to_end
+from kda_tl.cli._exit import run_to_end, writing_output
 
 COMMANDS = {
     "tune": "search the fastest plans for this machine and store them",
@@ -37,6 +39,14 @@ first steps:
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """One whose help is read as far as the reader likes. The argparse of some versions of Python raises then."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        with writing_output() if file is sys.stdout else contextlib.suppress(OSError):
+            super()._print_message(message, file)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the arguments after the program's name are those of the process unless given.
 
@@ -56,7 +66,7 @@ def _run(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     """Parses the arguments; only the options of the command that is called are declared."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kda-tl",
         description="Kimi Delta Attention kernels, tuned on the machine they run on.",
         epilog=EPILOG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kda_tl.cli import COMMANDS, main, show
+from kda_tl.cli import COMMANDS, _exit, main, show
 from kda_tl.core.device import cpu_device, find_compiler
 from kda_tl.tune import tuner
 
@@ -168,6 +169,23 @@ def test_a_reader_that_stops_early_is_no_error(unbuffered: str) -> None:
     )
     done = spawn("bash", "-c", script, PYTHONUNBUFFERED=unbuffered)
     assert (done.stdout.split(), done.stderr) == (["0", "0", "0"], ""), done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [("--help", 0), ("tune --help", 0), ("--version", 0), ("nothing", 2)])
+def test_a_reader_of_help_that_stops_early_is_no_error(
+    words: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python 3.11.2 raises where others say nothing."""
+
+    def print_message(parser: argparse.ArgumentParser, message: str, file: Any = None) -> None:
+        assert message
+        raise BrokenPipeError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "_print_message", print_message)
+    monkeypatch.setattr(_exit, "drop_output", lambda: None)
+    assert main(words.split()) == code
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "")
 
 
 @needs_full
