@@ -1,6 +1,7 @@
 """The compile-only check: candidates compiled for a device that need not be here, with what the binaries tell.
 
-Nothing is timed, so nothing of it may be served; but TileLang's disk cache then holds the kernels.
+Nothing is timed, so nothing of it may be served; but the user's kernels then have what a search begins with, here or,
+where their folder is taken along, on a machine with the device (:mod:`kda_tl.bundle.cache`).
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def compile_static(
         workload, device: what for, see :func:`kda_tl.database.gpus.known_device`.
         stages: names; unless given, those of all pipelines that have a config for the problem and the device.
         BT, BC: tokens a chunk and a sub-chunk, where the pass has chunks.
-        budget: most candidates a stage, those nearest to the default; all unless given.
+        budget: most candidates a stage, those nearest to the default, beside those that pipelines begin with; all
+            unless given.
         jobs: processes, one a core unless given.
         on_compiled: called as each ends.
 
@@ -86,7 +88,8 @@ def compile_static(
 
     require_compiler(device)
     problem = workload.problem()
-    every = {s.name: s for p in PIPELINES.values() if p.direction == problem.direction for s in p.stages}
+    pipelines = [pipeline for pipeline in PIPELINES.values() if pipeline.direction == problem.direction]
+    every = {stage.name: stage for pipeline in pipelines for stage in pipeline.stages}
     names = list(every)
     if unknown := set(stages or ()) - set(names):
         raise InputError(f"there is no stage {', '.join(sorted(unknown))}: choose among {', '.join(names)}.")
@@ -96,8 +99,11 @@ def compile_static(
         possible, rejected = split_space(every[name], case)
         if stages and not possible:
             raise InputError(f"{name} has no config for {workload.name} on {device.slug}: {next(iter(rejected))}.")
-        nearest = rank_by_distance(possible, every[name].default(case))[:budget]
-        work += [StaticJob(stage=every[name], case=case, config=config) for config in nearest]
+        stage = every[name]
+        first = [p.defaults[name](case) for p in pipelines if stage in p.stages and name in p.defaults]
+        nearest = rank_by_distance(possible, stage.default(case))[:budget]
+        chosen = dict.fromkeys([*nearest, *(config for config in first if config in possible)])
+        work += [StaticJob(stage=stage, case=case, config=config) for config in chosen]
     compiled = []
     for index, result in map_pool(TARGET, work, jobs=jobs or count_cores(), timeout_s=_COMPILE_TIMEOUT_S):
         compiled.append(_describe(work[index], result))

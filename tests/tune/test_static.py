@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,9 @@ from kda_tl.runtime.defaults import default_plan
 from kda_tl.runtime.resources import read_resources
 from kda_tl.tune import compile_only
 from kda_tl.tune.compile_only import Compiled, compile_static
+from kda_tl.tune.plan_search import default_plans, list_kernels
+from kda_tl.tune.screening import list_variants
+from kda_tl.tune.session import Run
 
 WORKLOAD = Workload(name="tiny", T=40, H=1, K=32, V=32, dtype="fp32")
 
@@ -50,6 +53,21 @@ def test_stages_of_every_pipeline_are_compiled(monkeypatch: pytest.MonkeyPatch) 
     asked.clear()
     compile_static(workload, cpu_device(), budget=1)
     assert asked == staged
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_what_a_search_begins_with_is_compiled(direction: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default plans of all pipelines, of which some have configs of their own."""
+    work: list[Any] = []
+    monkeypatch.setattr(compile_only, "map_pool", lambda target, asked, **options: iter(work.extend(asked) or ()))
+    given: dict[str, Any] = {"operator": "chunk_gated_delta_rule", "gate": "log", "beta": "plain"}
+    workload = Workload(name="w", T=8192, H=32, direction=direction, **given)
+    on_gpu = replace(run, device=known_device("nvidia_h200"))
+    variants = [variant for variant in list_variants(on_gpu, workload) if (variant.BT, variant.BC) == (64, 16)]
+    kernels = list_kernels(on_gpu, workload, default_plans(on_gpu, workload, variants))
+    compile_static(workload, on_gpu.device, budget=1)
+    begun = {(job.stage.name, job.config) for job in kernels}
+    assert len(begun) > 8 and begun <= {(job.stage.name, job.config) for job in work}
 
 
 def test_resources_are_read_from_an_embedded_cubin() -> None:
