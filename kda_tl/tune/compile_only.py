@@ -96,10 +96,10 @@ def compile_static(
     case = Case(problem=problem, device=device, BT=BT * problem.chunked, BC=BC * problem.chunked)
     work: list[StaticJob] = []
     for name in stages or names:
-        possible, rejected = split_space(every[name], case)
+        stage = every[name]
+        possible, rejected = split_space(stage, case)
         if stages and not possible:
             raise InputError(f"{name} has no config for {workload.name} on {device.slug}: {next(iter(rejected))}.")
-        stage = every[name]
         first = [p.defaults[name](case) for p in pipelines if stage in p.stages and name in p.defaults]
         nearest = rank_by_distance(possible, stage.default(case))[:budget]
         chosen = dict.fromkeys([*nearest, *(config for config in first if config in possible)])
