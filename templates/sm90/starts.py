@@ -40,7 +40,7 @@ def load_slices(p: Problem) -> Any:
     @T.macro
     def load_state(state, start, k0):
         if p.initial_state:
-            tile, h0, v0 = start.tile, start.states, start.v0
+            h0, v0 = start.states, start.v0
             i_n = start.segments[start.i_s, 2]
             shape = (ROWS, SLICE) if p.state_v_first else (SLICE, ROWS)
             taken = [T.alloc_fragment(shape, "float32") for _ in range(p.K // SLICE)]
@@ -51,9 +51,9 @@ def load_slices(p: Problem) -> Any:
             T.sync_threads(start.barrier, WARPGROUP)  # the last slice of the state before has been read
             for m in list(range(len(taken))):
                 for i, j in T.Parallel(*shape):
-                    tile[i, j] = taken[m][i, j]
+                    start.tile[i, j] = taken[m][i, j]
                 for i, j in T.Parallel(ROWS, SLICE):
-                    state[i, m * SLICE + j] = tile[(i, j) if p.state_v_first else (j, i)]
+                    state[i, m * SLICE + j] = start.tile[(i, j) if p.state_v_first else (j, i)]
             T.fence_proxy_async()  # or TileLang 0.1.15 has one before the products of each chunk, which do not read it
         else:
             T.clear(state)
