@@ -12,8 +12,8 @@ chunk and head go to memory instead of 48. A bound is the log2 of how much a sta
 most: a token's transition has the eigenvalues 1 and 1 - beta |k|^2, times its decay.
 
 Value heads that share a query/key head share its rows, norms and products, which stay in registers while a block makes
-the pairs of one after the other. While two warps substitute for one, the other two sum the gates of the next. Where
-that would leave blocks without work they part a head's value heads.
+the pairs of one after the other; two warps sum the gates of the next meanwhile. Where that would leave blocks without
+work they part a head's value heads.
 
 Blocks that all run at once take chunks in turn, the first of all heads first, and say which are in memory: a recurrence
 begins with the first while later ones are made, see ready. Blocks that have all registers say it at their end.
@@ -30,17 +30,18 @@ import torch
 from kda_tl.core.stage import Case, Config, Cost, Operands, Stage, first_valid, tunable
 from kda_tl.reference import activate_beta, activate_gate
 from kda_tl.templates.common.chunks import first_rows, share_heads, split_chunks
-from kda_tl.templates.common.heads import Heads, divide, split_block
+from kda_tl.templates.common.heads import Heads, divide
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, L2NORM_EPS, RCP_LN2, prim_func
 from kda_tl.templates.sm90 import fwd_prep
+from kda_tl.templates.sm90.blocks import STORES
 from kda_tl.templates.sm90.fwd_gdn_prep import (
     GdnPrepConfig,
+    K,
     Part,
+    Q,
     alloc_pairs,
     await_pairs,
-    begin_inverse,
-    finish_inverse,
     issue_pairs,
     load_rows,
     normalise,
@@ -50,14 +51,15 @@ from kda_tl.templates.sm90.fwd_gdn_prep import (
     write_pairs,
 )
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
-from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_decays
+from kda_tl.templates.sm90.gates import Gate, find_step, sum_decays
 from kda_tl.templates.sm90.gdn_gradients import at_k, at_q
 from kda_tl.templates.sm90.hopper import BOUNDS, GIVEN, PAIRS, READY, SCALARS, TABLES
+from kda_tl.templates.sm90.inverse import begin_inverse, finish_inverse, invert_block
 from kda_tl.templates.sm90.powers import END, GATE, KEY_NORM, LAST, QUERY, QUERY_NORM, START
 from kda_tl.templates.sm90.prep import WARPGROUP
 from kda_tl.templates.sm90.ready import announce, announce_all, overlap, withdraw
-from kda_tl.templates.sm90.rows import Keys
-from kda_tl.templates.sm90.warp import substitute, sum_warp
+from kda_tl.templates.sm90.turns import Shares, Turns, chunk_of, find_turn, share_work, take_turn
+from kda_tl.templates.sm90.warp import sum_warp
 
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 ENDLESS = 1e30
@@ -94,9 +96,9 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 
 @T.macro
 def store_powers(G, factor, at, written):
-    """The powers of a chunk, to memory, by the warps that do not substitute."""
+    """The powers of a chunk, to memory, a token a thread."""
     BT, powers = G.shape[0], written.powers
-    i = T.get_thread_binding() - BT
+    i = T.get_thread_binding()
     last = T.exp2(G[BT - 1])
     own = T.exp2(G[i])
     powers[at.i_t, at.i_hv, START, i] = factor[at_k(i)] * own
@@ -109,78 +111,18 @@ def store_powers(G, factor, at, written):
 
 
 @T.macro
-def store_bound(keys, G, at, written):
-    """The chunk's bound, by the last warp; the diagonal of pairs of keys is beta |k|^2."""
+def store_bound(keys, last, at, written):
+    """The chunk's bound, by the last warp; ``last`` is its last G, the diagonal of pairs of keys is beta |k|^2."""
     lane, growth = T.get_thread_binding() - (WARPGROUP - 32), T.alloc_local((1,), "float32")
     if lane >= 0:
         growth[0] = 0.0
         for n in T.unroll(2):
-            kept = T.abs(1.0 - keys[lane + 32 * n, lane + 32 * n])
+            kept = T.abs(1.0 - keys.of_key(lane + 32 * n, lane + 32 * n))
             growth[0] += T.if_then_else(kept <= 1.0, 0.0, T.log2(kept))  # a maximum would lose what is no number
         sum_warp(growth, 0)
         if lane == 0:
-            bound = G[G.shape[0] - 1] + growth[0]
+            bound = last[0] + growth[0]
             written.bounds[at.i_t, at.i_hv] = T.if_then_else(bound < ENDLESS, bound, ENDLESS)  # of what is no number
-
-
-@dataclass(frozen=True)
-class Work:
-    """A chunk, a query/key head, the first value head and how many."""
-
-    i_t: Any
-    i_h: Any
-    first: Any
-    count: Any
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Chunks, query/key heads, parts of a head's value heads, none without groups, and how many value heads each has.
-
-    All parts have the same number: of one of its own each thread would keep a copy, for which there is no register.
-    """
-
-    NT: Any
-    heads: Any
-    each: Any = 1
-    parts: Any = None
-
-    @property
-    def units(self) -> Any:
-        """Of a chunk."""
-        return self.heads if self.parts is None else self.heads * self.parts
-
-    def find(self, i: Any) -> Work:
-        """Macro: what is done in a turn."""
-        return _find_head(i, self) if self.parts is None else _find_part(i, self)
-
-
-@T.macro
-def share_work(heads, NT, blocks):
-    """Parts as many as blocks have work for and the value heads divide by, one if there is enough."""
-    total = T.alloc_var("int32")
-    total = heads.HV  # or the size would get the name of divide's parameter
-    group, _ = divide(total, (heads.H,))
-    share, _ = divide(blocks + 0, (NT * heads.H,))
-    parts = T.alloc_var("int32")
-    parts = T.max(1, T.min(share, group))
-    while group % parts != 0:
-        parts = parts - 1
-    each, _ = divide(group, (parts,))
-    return Shares(NT, heads.H, each, parts)
-
-
-@T.macro
-def _find_head(i, shares):
-    i_t, i_h, _ = split_block(i, (shares.NT, shares.heads))
-    return Work(i_t, i_h, i_h, 1)
-
-
-@T.macro
-def _find_part(i, shares):
-    i_t, i_unit, _ = split_block(i, (shares.NT, shares.units))
-    i_h, _ = divide(i_unit, (shares.parts,))
-    return Work(i_t, i_h, i_unit * shares.each, shares.each)
 
 
 @dataclass(frozen=True)
@@ -212,11 +154,11 @@ class Numbers:
 
 @T.macro
 def read_head(x, at, BT, raw_gate, raw_step):
-    """Gates and steps of a value head, a token a thread of those that do not substitute, before they are needed."""
-    i = T.get_thread_binding() - BT
+    """Gates and steps of a value head, a token a thread, before they are needed."""
+    i = T.get_thread_binding()
     T.assume(0 <= at.i_hv)
     T.assume(at.i_hv < x.g.shape[1])
-    if i >= 0:
+    if i < BT:
         raw_gate[0] = T.if_then_else(i < at.count, x.g[at.start + i, at.i_hv, 0], 0)
         raw_step[0] = T.if_then_else(i < at.count, x.beta[at.start + i, at.i_hv], 0)
 
@@ -225,7 +167,7 @@ def read_head(x, at, BT, raw_gate, raw_step):
 def prepare_head(p, x, at, lower_bound, raw_gate, raw_step, numbers, turn, total):
     """Step sizes of a value head, and sums of 32 tokens each, by the threads that have read it."""
     factor, steps = numbers.factor, numbers.steps(turn)
-    i = T.get_thread_binding() - numbers.tokens
+    i = T.get_thread_binding()
     factor[steps.first + i] = T.if_then_else(i < at.count, find_step(p, raw_step[0]), 0.0)
     sum_decays(Gate(p), raw_gate[0], x.A_log, x.dt_bias, lower_bound, at, i, total)
     if i == 31:
@@ -235,63 +177,83 @@ def prepare_head(p, x, at, lower_bound, raw_gate, raw_step, numbers, turn, total
 @T.macro
 def finish_sums(numbers, total):
     """Sums of all tokens, by the same threads, once these know that of the first 32 and nobody reads the last sums."""
-    i, factor = T.get_thread_binding() - numbers.tokens, numbers.factor
-    if i >= 0:
+    i, factor = T.get_thread_binding(), numbers.factor
+    if i < numbers.tokens:
         factor[numbers.sums.first + i] = total[0] + T.if_then_else(i >= 32, factor[numbers.half], 0.0)
 
 
 @T.macro
-def make_pairs(case, x, work, chunk_tokens, scalars, written, ready):
-    """A turn: pairs of value heads that share a query/key head; each is announced where there is ``ready``."""
-    p, BT, KP = case.problem, case.BT, case.problem.KP
+def make_pairs(case, x, shares, turns, blocks, chunk_tokens, scalars, written, ready):
+    """A turn: pairs of value heads that share a query/key head; each is announced where there is ``ready``.
+
+    What the next turn begins with is asked for ahead, but for its rows.
+    """
+    each, p, BT, KP = shares.each, case.problem, case.BT, case.problem.KP
     scale, lower_bound = scalars
+    of = (Q, K) if "Aqk" in vars(written) else (K,)
     thread = T.get_thread_binding()
-    start, count = chunk_tokens[work.i_t, 0], chunk_tokens[work.i_t, 1]
-    raw_gate = T.alloc_local((1,), x.g.dtype)
-    raw_step = T.alloc_local((1,), x.beta.dtype)
-    first = Chunk(work.i_t, work.first, work.i_h, start, count)
-    read_head(x, first, BT, raw_gate, raw_step)  # before rows: then sums are made while those come
+    first = chunk_of(turns.here, 0, x)
     rows = T.alloc_shared((2, BT, KP), "bfloat16")
-    load_rows(x.q, start, count, work.i_h, rows, 0)
-    load_rows(x.k, start, count, work.i_h, rows, 1)
+    if Q in of or p.l2norm:
+        load_rows(x.q, first.start, first.count, first.i_h, rows, Q)
+    load_rows(x.k, first.start, first.count, first.i_h, rows, K)
     numbers = Numbers.alloc(BT)
     total = T.alloc_local((1,), "float32")
-    if thread >= BT:
-        prepare_head(p, x, first, lower_bound, raw_gate, raw_step, numbers, 0, total)
-    normalise(p, rows, None, numbers.factor, scale, count)
+    if thread < BT:
+        prepare_head(p, x, first, lower_bound, turns.gate, turns.step, numbers, 0, total)
+    normalise(p, rows, None, numbers.factor, scale, first.count)
     finish_sums(numbers, total)
-    tiles = issue_pairs(rows)
+    tiles = issue_pairs(rows, of)
     await_pairs(tiles)
     scale_pairs(tiles, numbers.factor)
-    queries, keys = alloc_pairs(BT)  # in the place of rows
+    queries, keys = alloc_pairs(BT, of)  # in the place of rows
     turn = T.alloc_var("int32")
-    for m in T.serial(work.count):
-        at = Chunk(work.i_t, work.first + m, work.i_h, start, count)
-        following = Chunk(work.i_t, work.first + m + 1, work.i_h, start, count)
+    last = T.alloc_local((1,), "float32")
+    for m in T.serial(each):
+        at = chunk_of(turns.here, m, x)
+        following = chunk_of(turns.here, m + 1, x)
         turn = m % 2
         G, b_factor = numbers.sums, numbers.steps(turn)
-        T.assume(0 <= at.i_hv)
-        T.assume(at.i_hv < x.g.shape[1])
-        if m + 1 < work.count:
-            read_head(x, following, BT, raw_gate, raw_step)
+        if m + 1 < each:
+            read_head(x, following, BT, turns.gate, turns.step)
         write_pairs(tiles, G, b_factor, queries, keys)
+        if m == 0:
+            find_turn(shares, chunk_tokens, turns.here[5] + blocks, turns.board)
         inverse = begin_inverse(BT, written.A.dtype)
+        invert_block(keys, b_factor, inverse, thread // 32)
+        last[0] = G[BT - 1]
         if thread < BT:
-            substitute(Keys(keys), b_factor, inverse.rows, inverse.columns, inverse.tile, thread)
-        else:
             store_powers(G, numbers.factor, at, written)
+            if m + 1 < each:
+                prepare_head(p, x, following, lower_bound, turns.gate, turns.step, numbers, 1 - turn, total)
+        if Q in of:
             store_queries(queries, at, written.Aqk)
-            store_bound(keys, G, at, written)
-            if m + 1 < work.count:
-                prepare_head(p, x, following, lower_bound, raw_gate, raw_step, numbers, 1 - turn, total)
         T.sync_threads()
-        if m + 1 < work.count:
+        keys.keep()
+        if "bounds" in vars(written):
+            store_bound(keys, last, at, written)
+        if m + 1 < each:
             finish_sums(numbers, total)
-        finish_inverse(Keys(keys), b_factor, inverse, at, written.A)
+        else:
+            read_head(x, chunk_of(turns.board, 0, x), BT, turns.gate, turns.step)
+        finish_inverse(keys, b_factor, inverse, at, written.A)
         if ready is not None:
             announce(ready, at.i_t, at.i_hv)
-    if ready is None:  # the next turn's rows come where the last chunk's inverse is read
-        T.sync_threads()
+        else:
+            T.sync_threads()  # the next head's inverse comes where this one's is read
+
+
+@T.macro
+def take_turns(case, x, shares, i_block, blocks, chunk_tokens, scalars, written, ready):
+    """A block's turns."""
+    turns = Turns.alloc(x)
+    find_turn(shares, chunk_tokens, i_block, turns.board)
+    T.sync_threads()
+    take_turn(turns)
+    read_head(x, chunk_of(turns.here, 0, x), case.BT, turns.gate, turns.step)
+    while turns.here[5] >= 0:
+        make_pairs(case, x, shares, turns, blocks, chunk_tokens, scalars, written, ready)
+        take_turn(turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +296,7 @@ def build(case: Case, config: PairsConfig) -> Any:
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
     def fwd_gdn_pairs(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, powers, bounds, ready, scale, lower_bound):
         blocks = T.min(NT * heads.HV, most)
-        with T.Kernel(blocks, threads=WARPGROUP) as i_block:
+        with T.Kernel(blocks, threads=WARPGROUP, prelude=STORES) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
             given = SimpleNamespace(q=q, k=k, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
             written = SimpleNamespace(A=A, Aqk=Aqk, powers=powers, bounds=bounds)
@@ -342,10 +304,8 @@ def build(case: Case, config: PairsConfig) -> Any:
             turns, _ = divide(NT * shares.units - i_block + blocks - 1, (blocks,))
             withdraw(ready, shares, i_block, blocks, turns)
             T.pdl_trigger()
-            for n in T.serial(turns):
-                work = shares.find(i_block + n * blocks)
-                told = None if config.is_alone else ready
-                make_pairs(case, given, work, chunk_tokens, (scale, lower_bound), written, told)
+            told, scalars = None if config.is_alone else ready, (scale, lower_bound)
+            take_turns(case, given, shares, i_block, blocks, chunk_tokens, scalars, written, told)
             if config.is_alone:
                 announce_all(ready, shares, i_block, blocks, turns)
 
@@ -362,7 +322,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 def passes(case: Case) -> dict[str, bool]:
     """As fwd_gdn_prep's; tiles of a turn lie where others lay before them."""
-    return {"tl.disable_thread_storage_sync": True, "tl.enable_aggressive_shared_memory_merge": True}
+    names = "disable_thread_storage_sync", "disable_buffer_init_check", "enable_aggressive_shared_memory_merge"
+    return {f"tl.{name}": True for name in names}
 
 
 STAGE = Stage(

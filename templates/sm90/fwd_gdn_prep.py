@@ -14,24 +14,23 @@ and the inverse are fwd_prep's.
     normalise        four: a sub-chunk's rows each, by mma    q and k have come
     issue_pairs      all, by wgmma                            norms written
     store_factors    all
-    scale_pairs      all: of later keys the later rows        rows have been read
-    write_pairs      the same: blocks on the diagonal first
-    substitute       two: a thread a column                   blocks written
-    write_pairs      two more: of earlier keys later rows     the same
-    store_lower      these: Aqk to memory
-    invert           four, by mma                             blocks substituted
+    scale_pairs      all                                      rows have been read
+    write_pairs      each its 16 rows, no later keys
+    invert_block     each its block on the diagonal           G has been read
+    store_queries    each its rows: Aqk to memory
+    join_blocks      all, by mma                              blocks inverted
     store_lower      all: A to memory                         inverse written
 
-    tensor             exponent               dtype   where it lives
-    G, up, down        from the chunk's ends  fp32    shared memory
-    rows: q, k         none                   bf16    shared memory, as they came
-    queries: Aqk       none                   bf16    shared memory, in the place of rows
-    keys: L            none                   fp32    the same
-    inverse            none                   bf16    shared memory
+    tensor             exponent               dtype     where it lives
+    G, up, down        from the chunk's ends  fp32      shared memory
+    rows: q, k         none                   bf16      shared memory, as they came
+    queries: Aqk       none                   bf16      shared memory, in the place of rows
+    keys: L            none                   fp32      the same, blocks on the diagonal
+    keys: L            none                   bf16      the same, blocks below it
+    inverse            none                   bf16      shared memory
 
-Both products of a token with an earlier one lie in the same place of one thread, so their power is computed once. Later
-keys of earlier rows belong to two warps that have nothing to write there: these substitute, as soon as all blocks on
-the diagonal are written.
+Both products of a token with an earlier one lie in the same place of one thread, so their power is computed once. What
+a warp writes and inverts is its own, see blocks: it waits for others where their blocks are joined.
 Source: Gated Delta Networks, arXiv:2412.06464, section 3.3; D_ij = 2^(G_i - G_j) is taken out of the products.
 """
 
@@ -47,14 +46,17 @@ from kda_tl.templates.common.heads import HeadRows, Heads, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_prep
+from kda_tl.templates.sm90.blocks import PAD, STORES, Blocks, gather_near, layout_product, put_far, put_near
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
 from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
 from kda_tl.templates.sm90.gdn_gradients import Interleaved, at_k, at_q, issue_rows
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
+from kda_tl.templates.sm90.inverse import Inverse, begin_inverse, finish_inverse, invert_block
 from kda_tl.templates.sm90.prep import WARPGROUP
-from kda_tl.templates.sm90.rows import BC, Keys
-from kda_tl.templates.sm90.warp import find_norms, invert, substitute
+from kda_tl.templates.sm90.rows import BC, NB
+from kda_tl.templates.sm90.warp import find_norms
 
+Q, K = range(2)  # whose rows are multiplied with keys
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 OUTPUTS = FACTORS
 
@@ -91,8 +93,8 @@ class GdnPrepConfig(HopperConfig):
     def smem_bytes(self, case: Case) -> int:
         """Rows, or in their place pairs and the inverse, and numbers of rows."""
         BT = case.BT
-        pairs, inverse = BT * (3 * BT + 24) * 2, BT * (BT + 8 + 3 * (BC + 8)) * 2
-        return max(2 * BT * case.problem.KP * 2, pairs + inverse) + 9 * BT * 4
+        pairs = BT * (BT + PAD) * 2 + Blocks.size(BT)
+        return max(2 * BT * case.problem.KP * 2, pairs + Inverse.size(BT)) + 9 * BT * 4
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,13 @@ def normalise(p, rows, raw_beta, factor, scale, count):
 
 
 @T.macro
-def issue_pairs(rows):
-    """Products of rows of q, and of rows of k, with halves of the keys, on their way."""
+def issue_pairs(rows, of):
+    """Products of rows of q (0), of k (1) or of both with halves of the keys, on their way; None of others."""
     BT = rows.shape[1]
     HALF = BT // 2
-    tiles = [[T.alloc_fragment((BT, HALF), "float32") for _ in range(2)] for _ in range(2)]
-    for m in list(range(2)):
+    tiles = [[T.alloc_fragment((BT, HALF), "float32") for _ in range(2)] if m in of else None for m in (Q, K)]
+    for m in of:
+        T.annotate_layout(layout_product(*tiles[m]))
         for h in list(range(2)):
             T.wgmma_gemm(
                 rows[m, :, :],
@@ -158,62 +161,49 @@ def await_pairs(tiles):
     """Until products of rows are there, and rows have been read."""
     T.wait_wgmma(0)
     for m in list(range(2)):
-        for h in list(range(2)):
-            T.warpgroup_fence_operand(tiles[m][h], num_regs=tiles[m][h].shape[1] // 2)
+        if tiles[m] is not None:
+            for h in list(range(2)):
+                T.warpgroup_fence_operand(tiles[m][h], num_regs=tiles[m][h].shape[1] // 2)
     T.sync_threads()
 
 
 @T.macro
-def scale_half(of_q, of_k, first, factor):
-    """Norms and the scale of half of the keys, from ``first`` on."""
-    for i, j in T.Parallel(*of_q.shape):
-        of_q[i, j] = of_q[i, j] * (factor[at_q(i)] * factor[at_k(j + first)])
-    for i, j in T.Parallel(*of_k.shape):
-        of_k[i, j] = of_k[i, j] * (factor[at_k(i)] * factor[at_k(j + first)])
+def scale_half(pairs, first, place, factor):
+    """Norms and the scale of half of the keys, from ``first`` on; ``place`` is that of a row's norm."""
+    for i, j in T.Parallel(*pairs.shape):
+        pairs[i, j] = pairs[i, j] * (factor[place(i)] * factor[at_k(j + first)])
 
 
 @T.macro
 def scale_pairs(tiles, factor):
     """What value heads that share rows share of their pairs, but for the half that write_pairs passes over."""
-    half = T.alloc_var("int32")
-    scale_half(tiles[0][0], tiles[1][0], 0, factor)
+    half, warp = T.alloc_var("int32"), T.alloc_var("int32")
     half = T.get_thread_binding() // (WARPGROUP // 2)
-    if half > 0:
-        scale_half(tiles[0][1], tiles[1][1], tiles[0][1].shape[1], factor)
-
-
-@T.macro
-def write_half(of_q, of_k, first, G, b_factor, queries, keys):
-    """Half of the keys, from ``first`` on."""
-    decay = T.alloc_fragment(of_q.shape, "float32")
-    for i, j in T.Parallel(*of_q.shape):
-        decay[i, j] = T.exp2(G[i] - G[j + first])
-    for i, j in T.Parallel(*of_q.shape):  # apart, or each thread would read G under a condition, number by number
-        decay[i, j] = T.if_then_else(i >= j + first, decay[i, j], 0.0)
-    for i, j in T.Parallel(*of_q.shape):
-        queries[i, j + first] = T.cast(of_q[i, j] * decay[i, j], queries.dtype)
-    for i, j in T.Parallel(*of_q.shape):
-        step = T.if_then_else(i // BC == (j + first) // BC, b_factor[i], 1.0)  # of others invert takes care
-        keys[i, j + first] = of_k[i, j] * (step * decay[i, j])
+    warp = T.get_thread_binding() // 32
+    for m in list(range(2)):
+        if tiles[m] is not None:
+            scale_half(tiles[m][0], 0, (at_q, at_k)[m], factor)
+            if half > 0:
+                scale_half(tiles[m][1], tiles[m][1].shape[1], (at_q, at_k)[m], factor)
+            gather_near(tiles[m], warp)
 
 
 @T.macro
 def write_pairs(tiles, G, b_factor, queries, keys):
     """Aqk, rounded, and L of a value head, from scaled products, which stay.
 
-    Later keys of earlier rows are never read, nor what of L lies above the diagonal. Blocks on the diagonal come first:
-    warps of earlier rows substitute while those of later rows write their pairs with earlier keys.
+    Later keys of earlier rows are never read, nor what of L lies above the diagonal.
     """
-    HALF = G.shape[0] // 2
-    half = T.alloc_var("int32")
-    half = T.get_thread_binding() // (WARPGROUP // 2)
-    if half == 0:  # a condition on threads by itself would part the tile between these
-        write_half(tiles[0][0], tiles[1][0], 0, G, b_factor, queries, keys)
-    else:
-        write_half(tiles[0][1], tiles[1][1], HALF, G, b_factor, queries, keys)
-    T.sync_threads()
-    if half > 0:
-        write_half(tiles[0][0], tiles[1][0], 0, G, b_factor, queries, keys)
+    of_q, of_k = tiles
+    steps = T.alloc_local((2,), "float32")
+    warp = T.alloc_var("int32")
+    warp = T.get_thread_binding() // 32
+    for h in T.unroll(2):
+        steps[h] = b_factor[warp * BC + 8 * h + T.get_thread_binding() % 32 // 4]
+    put_near(of_q, of_k, warp, G, steps, queries, keys)
+    for m in list(range(NB - 1)):
+        for _ in T.serial(T.min(warp // (m + 1), 1)):  # a condition, but TileLang 0.1.15 parts bodies of those
+            put_far(of_q, of_k, m, warp, G, steps, queries, keys)
 
 
 @T.macro
@@ -246,68 +236,28 @@ def load_rows(x, start, count, i_head, rows, n):
 
 
 @T.macro
-def alloc_pairs(BT):
-    """Rows of Aqk and of L, padded so that their tokens lie in different banks."""
-    queries = T.alloc_shared((BT, BT + 8), "bfloat16")
-    keys = T.alloc_shared((BT, BT + 8), "float32")
-    return queries, keys
-
-
-@T.macro
-def store_lower(tile, thread, threads, at, to):
-    """A tile, but for later keys of earlier rows, to where it belongs, by some threads.
-
-    Eight threads take half of two rows each. Neighbouring rows of 144 bytes would share banks, every fourth do not. Of
-    later rows each of two warps takes 16, those that it has of a product: it need not wait for the other one.
-    """
-    LOWER, HALF = to.shape[2:]
-    quad, rows = thread // 4, HALF * 32 // threads  # of 32, a warp's
-    i = T.alloc_var("int32")
-    i = quad // 8 * rows + quad % 2 * 4 + quad % 8 // 2
-    T.assume((i >= 0) & (i < HALF))
-    j = thread % 4 * 8
-    for n in T.unroll(LOWER // HALF):
-        later = n // 2 * HALF  # rows that have no earlier keys here
-        for m in T.unroll(rows // 8):
-            for e in T.vectorized(8):
-                to[at.i_t, at.i_hv, n * HALF + m * 8 + i, j + e] = tile[n * HALF - later + m * 8 + i, later + j + e]
-
-
-@dataclass(frozen=True)
-class Inverse:
-    """The inverse of a chunk in shared memory, and those of its blocks on the diagonal: rows, and columns."""
-
-    tile: Any
-    rows: Any
-    columns: Any
-
-
-@T.macro
-def begin_inverse(BT, io):
-    """Tiles, and zeros above the diagonal's blocks."""
-    inverse = T.alloc_shared((BT, BT + 8), io)
-    block_rows = T.alloc_shared((BT, BC + 8), io)
-    block_columns = T.alloc_shared((BT, BC + 8), io)
-    for i, j in T.Parallel(BT, BT):
-        if i // BC < j // BC:
-            inverse[i, j] = 0
-    return Inverse(inverse, block_rows, block_columns)
+def alloc_pairs(BT, of):
+    """Aqk, if it is made, padded so that its tokens lie in different banks, and L."""
+    queries = T.alloc_shared((BT, BT + PAD), "bfloat16") if Q in of else None
+    return queries, Blocks.alloc(BT)
 
 
 @T.macro
 def store_queries(queries, at, Aqk):
-    """Aqk, by the warps that do not substitute: what the others wrote of it was written before a barrier."""
-    BT = queries.shape[0]
+    """Aqk, by each warp its own rows: four lanes take half of a row. Neighbouring rows would share banks, see
+    store_lower.
+    """
+    HALF = Aqk.shape[3]
+    warp, lane = T.get_thread_binding() // 32, T.get_thread_binding() % 32
+    i = T.alloc_var("int32")
+    i = lane // 4 % 2 * 4 + lane // 8
+    j = lane % 4 * 8
     T.sync_warp()
-    store_lower(queries, T.get_thread_binding() - BT, WARPGROUP - BT, at, Aqk)
-
-
-@T.macro
-def finish_inverse(keys, b_factor, inverse, at, A):
-    """A of a chunk, once all threads know its blocks on the diagonal."""
-    invert(keys, b_factor, inverse.rows, inverse.columns, inverse.tile, WARPGROUP)
-    T.sync_threads()
-    store_lower(inverse.tile, T.get_thread_binding(), WARPGROUP, at, A)
+    for h in T.serial(1 + warp // (NB // 2)):  # earlier rows have no later keys
+        for n in T.unroll(2):
+            row = warp * BC + 8 * n + i
+            for e in T.vectorized(8):
+                Aqk[at.i_t, at.i_hv, h * HALF + row, j + e] = queries[row, h * HALF + j + e]
 
 
 @T.macro
@@ -330,19 +280,19 @@ def prepare(case, x, at, scalars, store, written):
     factor = T.alloc_shared((3 * BT,), f32)
     b_factor = Part(factor, 2 * BT, BT)
     normalise(p, rows, raw_beta, factor, scale, at.count)
-    tiles = issue_pairs(rows)
+    tiles = issue_pairs(rows, (Q, K))
     store(rows, G, factor, at, written)
-    queries, keys = alloc_pairs(BT)  # in the place of rows
+    queries, keys = alloc_pairs(BT, (Q, K))  # in the place of rows
     await_pairs(tiles)
     scale_pairs(tiles, factor)
     write_pairs(tiles, G, b_factor, queries, keys)
-    inverse, thread = begin_inverse(BT, written.A.dtype), T.get_thread_binding()
-    if thread < BT:
-        substitute(Keys(keys), b_factor, inverse.rows, inverse.columns, inverse.tile, thread)
-    else:
-        store_queries(queries, at, written.Aqk)
+    T.sync_threads()  # the inverse may come where G is read
+    inverse = begin_inverse(BT, written.A.dtype)
+    invert_block(keys, b_factor, inverse, T.get_thread_binding() // 32)
+    store_queries(queries, at, written.Aqk)
     T.sync_threads()
-    finish_inverse(Keys(keys), b_factor, inverse, at, written.A)
+    keys.keep()
+    finish_inverse(keys, b_factor, inverse, at, written.A)
 
 
 def build(case: Case, config: GdnPrepConfig) -> Any:
@@ -352,7 +302,7 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
 
     @prim_func(case, INPUTS | OUTPUTS, tokens=tokens, NT=NT, **heads.sizes)
     def fwd_gdn_prep(q, k, g, beta, A_log, dt_bias, chunk_tokens, A, Aqk, k_neg, qg, kg, decay, scale, lower_bound):
-        with T.Kernel(NT * heads.HV, threads=WARPGROUP) as i_block:
+        with T.Kernel(NT * heads.HV, threads=WARPGROUP, prelude=STORES) as i_block:
             T.annotate_min_blocks_per_sm(config.blocks)
             i_t, i_hv, _ = split_block(i_block, (NT, heads.HV), backwards=True)
             at = Chunk(i_t, i_hv, heads.of_keys(i_hv), chunk_tokens[i_t, 0], chunk_tokens[i_t, 1])
@@ -379,8 +329,8 @@ def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
 
 
 def passes(case: Case) -> dict[str, bool]:
-    """Barriers are those that are written, see fwd_prep."""
-    return {"tl.disable_thread_storage_sync": True}
+    """Barriers are those that are written, see fwd_prep. TileLang 0.1.15 sees no write of store_block."""
+    return {"tl.disable_thread_storage_sync": True, "tl.disable_buffer_init_check": True}
 
 
 STAGE = Stage(

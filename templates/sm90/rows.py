@@ -54,14 +54,3 @@ class Pairs:
     def of_key(self, i: Any, j: Any) -> Any:
         """Of token i with the key of token j."""
         return self.tile[BY_SUB_CHUNK.row_of(i) + BC, j]
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The same of rows of k alone."""
-
-    tile: Any  # [BT, BT], some columns more
-
-    def of_key(self, i: Any, j: Any) -> Any:
-        """Of token i with the key of token j."""
-        return self.tile[i, j]

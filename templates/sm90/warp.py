@@ -8,10 +8,10 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import L2NORM_EPS
 
 
-def _multiply(left: Any, right: Any, sums: Any, first: Any) -> Any:
-    """sums[first:] += left right: 16 x 16 by 16 x 8 in the registers of a warp."""
+def multiply(left: Any, right: Any, sums: Any, first: Any, sums_first: Any) -> Any:
+    """sums[sums_first:] += left right[first:]: 16 x 16 by 16 x 8 in the registers of a warp."""
     types = ("float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32")
-    return T.ptx_mma(*types, left.data, 0, right.data, 0, sums.data, first, T.bool(False))
+    return T.ptx_mma(*types, left.data, 0, right.data, first, sums.data, sums_first, T.bool(False))
 
 
 @T.macro
@@ -92,7 +92,7 @@ def find_norms(rows, first, factor, scale):
                 for m in T.unroll(2):
                     for e in T.vectorized(2):
                         right[2 * m + e] = left[4 * m + 2 * n + e]
-                _multiply(left, right, sums, 8 * h + 4 * n)
+                multiply(left, right, sums, 0, 8 * h + 4 * n)
     if t // 2 == g // 2:
         for h in T.unroll(2):
             for n in T.unroll(2):
@@ -137,14 +137,14 @@ def _invert_sixteens(both, b_factor, rows, columns, inverse, below, across, left
     for n in T.unroll(2):
         r = pair * 2 * BC + BC + 8 * n + g
         _take_right(both, pair * 2 * BC + BC + 8 * n + g, pair * 2 * BC + t, b_factor[r], two, right)
-        _multiply(left, right, inner, 4 * n)
+        multiply(left, right, inner, 0, 4 * n)
     for n in T.unroll(2):
         for e in T.unroll(2):
             two[e] = T.if_then_else(half == 0, inner[4 * n + e], inner[4 * n + 2 + e])
         for e in T.vectorized(2):
             right[2 * n + e] = T.cast(two[e], io)
     _take_left(rows, pair * 2 * BC + BC, 0, left)
-    _multiply(left, right, outer, 0)
+    multiply(left, right, outer, 0, 0)
     for n in T.unroll(2):
         r = 8 * n + g
         for e in T.vectorized(2):
@@ -178,7 +178,7 @@ def _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, 
         for m in T.unroll(4):  # 8 rows of L
             r = 2 * BC + 8 * m + g
             _take_right(both, 2 * BC + 8 * m + g, 16 * n + t, b_factor[r], two, right)
-            _multiply(left, right, inner, 4 * m)
+            multiply(left, right, inner, 0, 4 * m)
     for n in T.unroll(2):  # 16 rows of Y
         if n == 0:
             _take_either(pair == 0, rows, 2 * BC, below, BC, g, t, left)
@@ -190,7 +190,7 @@ def _invert_halves(both, b_factor, rows, columns, inverse, below, across, left, 
             for m in T.unroll(2):
                 for e in T.vectorized(2):
                     right[2 * m + e] = T.cast(inner[4 * (2 * n + m) + 2 * h + e], io)
-            _multiply(left, right, outer, 4 * h)
+            multiply(left, right, outer, 0, 4 * h)
     for h in T.unroll(2):
         for n in T.unroll(2):
             c = half * BC + 8 * h + t

@@ -21,12 +21,13 @@ from kda_tl.runtime.lower import generate_source
 
 HEADER = Path(__file__).with_name("emulated.h")
 SIZES = "H", "HV", "NT", "tokens"
+RESIDENT = {"fwd_gdn_pairs": "resident", "fwd_gdn_inverse": "blocks"}  # what of a config counts blocks that take turns
 WRONG_NAMES = {"d_o": "do"}  # do is a word of C
 
 
 class EmulatedKernel(Kernel):
-    """A kernel whose launch is a loop over blocks on the host. Of stages with one block a chunk and head, or with
-    ``resident`` (of the config) on each multiprocessor, which take chunks and heads in turn.
+    """A kernel whose launch is a loop over blocks on the host. Of stages with one block a chunk and head, or with some
+    on each multiprocessor (RESIDENT), which take chunks and heads in turn.
     """
 
     def __init__(self, stage: Stage, case: Case, config: Config) -> None:
@@ -71,7 +72,8 @@ class EmulatedKernel(Kernel):
         given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
         (tokens, H, _), (_, HV, _) = given["q"].shape, given["g"].shape
         given |= {"H": H, "HV": HV, "NT": len(given["chunk_tokens"]), "tokens": tokens}
-        most = self.case.device.num_sms * getattr(self.config, "resident", 1 << 16)
+        resident = RESIDENT.get(self.stage.name)
+        most = self.case.device.num_sms * (getattr(self.config, resident) if resident else 1 << 16)
         arguments: list[Any] = [ctypes.c_int(min(given["NT"] * HV, most))]
         for kind, name in self.arguments:
             x = given[name]

@@ -142,7 +142,7 @@ void AtomicStore(T* to, T value, int) {
 }
 
 namespace tl {
-enum class DataType { kBFloat16, kFloat32 };
+enum class DataType { kBFloat16, kFloat32, kTensorFloat32 };
 inline int lane() { return threadIdx.x % 32; }
 
 // What each lane of the warp gives, until all have read it
@@ -244,15 +244,38 @@ inline void ptx_ldmatrix_x4(const void* shared, void* local) {
   for (int m = 0; m < 4; m++)
     memcpy((char*)local + 4 * m, (char*)gathered.of[8 * m + lane() / 4][0] + lane() % 4 * 4, 4);
 }
+inline void ptx_ldmatrix_x2(const void* shared, void* local) {
+  Gathered gathered((uint64_t)shared);
+  for (int m = 0; m < 2; m++)
+    memcpy((char*)local + 4 * m, (char*)gathered.of[8 * m + lane() / 4][0] + lane() % 4 * 4, 4);
+}
 inline void ptx_stmatrix_m8n8_x4(const void* shared, int a, int b, int c, int d) {
   Gathered gathered((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
   for (int n = 0; n < 4; n++) memcpy((char*)shared + 4 * n, &gathered.of[lane() % 8 * 4 + n][lane() / 8], 4);
 }
 
-// m16n8k16, row by column
+// Bits that a product of tf32 does not see
+inline float cut(uint64_t bits) {
+  uint32_t kept = bits & 0xffffe000;
+  float value;
+  memcpy(&value, &kept, 4);
+  return value;
+}
+// m16n8k16 of bf16 and m16n8k8 of tf32, row by column
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool, bool>
 void mma_sync(float* c, const unsigned* a, const unsigned* b) {
-  static_assert(M == 16 && N == 8 && K == 16 && A == DataType::kBFloat16 && C == DataType::kFloat32);
+  static_assert(M == 16 && N == 8 && C == DataType::kFloat32);
+  if constexpr (A == DataType::kTensorFloat32) {
+    static_assert(K == 8);
+    Gathered gathered(a[0], a[1], a[2], a[3], b[0], b[1]);
+    for (int e = 0; e < 4; e++) {
+      int row = lane() / 4, column = lane() % 4 * 2 + e % 2;
+      for (int k = 0; k < 8; k++)
+        c[e] += cut(gathered.of[row * 4 + k % 4][e / 2 + k / 4 * 2]) * cut(gathered.of[column * 4 + k % 4][4 + k / 4]);
+    }
+    return;
+  }
+  static_assert(A == DataType::kTensorFloat32 || A == DataType::kBFloat16 && K == 16);
   Gathered gathered(a[0], a[1], a[2], a[3], b[0], b[1]);
   for (int e = 0; e < 4; e++) {
     int row = lane() / 4, column = lane() % 4 * 2 + e % 2;
@@ -316,3 +339,16 @@ template <class T>
 T __shfl_sync(unsigned, T x, int from, int) { return tl::shfl(x, from); }
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int offset, int) { return tl::shfl_xor(x, offset); }
+// The prelude of kernels of Gated DeltaNet's pairs
+inline void keep(const void*, const void*) {}
+inline void store_block_transposed(void* shared, const void* values) {
+  const unsigned* pairs = (const unsigned*)values;
+  tl::Gathered gathered(pairs[0], pairs[1], pairs[2], pairs[3]);
+  int matrix = tl::lane() / 8, column = tl::lane() % 8;
+  for (int row = 0; row < 8; row++)
+    ((uint16_t*)shared)[row] = gathered.of[row * 4 + column / 2][matrix] >> (16 * (column % 2));
+}
+inline void store_block(void* shared, const void* values) {
+  const int* pairs = (const int*)values;
+  tl::ptx_stmatrix_m8n8_x4(shared, pairs[0], pairs[1], pairs[2], pairs[3]);
+}
