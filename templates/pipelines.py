@@ -33,6 +33,8 @@ from kda_tl.templates.sm90 import (
     bwd_scan,
     bwd_segment,
     decode_rows,
+    fwd_gdn_attend,
+    fwd_gdn_inverse,
     fwd_gdn_merge,
     fwd_gdn_pairs,
     fwd_gdn_prep,
@@ -98,6 +100,13 @@ PIPELINES: dict[str, Pipeline] = {
                 defaults={"fwd_gdn_pairs": fwd_gdn_pairs.PairsConfig.alone},
             )
             for n in _SEGMENTS
+        ),
+        Pipeline(
+            "gdn_attend",
+            "fwd",
+            (fwd_gdn_inverse.STAGE, fwd_gdn_attend.STAGE),
+            keeper="gdn_pairs",
+            suits=fwd_gdn_attend.suits,
         ),
         Pipeline("gdn_recurrence", "fwd", (fwd_gdn_prep.STAGE, fwd_recurrence.STAGE)),
         *(Pipeline(f"gdn_segments_{n}", "fwd", (*_CUT_GDN, fwd_resume.STAGE), segments=n) for n in _SEGMENTS),

@@ -16,7 +16,7 @@ from kda_tl.core.stage import Case, Config, Plan, Stage
 from kda_tl.database.store import Database
 from kda_tl.errors import InputError
 from kda_tl.runtime.binary import build_binary
-from kda_tl.runtime.defaults import DEFAULT_BT
+from kda_tl.runtime.defaults import DEFAULT_BT, find_keeper
 from kda_tl.runtime.dispatch import select_plan
 from kda_tl.runtime.program import list_jobs
 
@@ -88,7 +88,8 @@ def list_calls(problem: Problem, device: Device, databases: Sequence[Database]) 
         for plan in plans:
             for final_state in dict.fromkeys((problem.final_state, False)):
                 yield from list_plan(plan, replace(backward, final_state=final_state), device)
-        yield from list_plan(first, problem, device)  # the forward that keeps them: kernels of the backward's pass
+        keeper = find_keeper(first, forward, device)
+        yield from list_plan(keeper, problem, device)  # the forward that keeps them: kernels of the backward's pass
 
 
 def list_distinct(kernels: Iterable[KernelSpec]) -> tuple[KernelSpec, ...]:

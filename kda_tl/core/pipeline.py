@@ -64,7 +64,10 @@ class Pipeline:
     # Of a backward, the tensors that spare it its first stages if the forward kept them. Chunks of both passes must
     # then be cut alike: residuals lie chunk by chunk.
     residuals: tuple[str, ...] = ()
+    keeper: str = ""  # of a forward that does not make residuals, the one that runs in its place where they are kept
     keeps: bool = False  # whether the forward keeps them unasked, when nothing is tuned: they take little memory
+    # Whether it comes before those that leave sequences whole, when nothing is tuned
+    suits: Callable[[Case], bool] | None = None
     # Whether its longest stage has a thread block for a (segment, 128 channels of a value head), which does all of its
     # chunks one after the other: worth it where such blocks, all as long, fill the GPU.
     serial: bool = False

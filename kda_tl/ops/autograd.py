@@ -31,7 +31,7 @@ class _Forward(torch.autograd.Function):
         ctx.others = operator.pick_others(a)
         residuals: dict[str, torch.Tensor | None] = {}
         if ctx.chosen.residuals:
-            (o, ht, *states), residuals = run_with_residuals(bound, ctx.chosen.residuals, a)
+            (o, ht, *states), residuals = run_with_residuals(bound, ctx.chosen, a)
         else:
             o, ht, *states = run_forward(bound, compute, a)
         ctx.saved_as = bound.signature + describe(residuals.values())

@@ -18,7 +18,7 @@ from kda_tl.core.stage import Plan
 from kda_tl.errors import InputError, KdaTlWarning, UnsupportedError
 from kda_tl.ops.operator import Args, Bounds, Operator
 from kda_tl.reference import recurrent_kda
-from kda_tl.runtime.defaults import DEFAULT_BT
+from kda_tl.runtime.defaults import DEFAULT_BT, find_keeper
 from kda_tl.runtime.dispatch import PlanSelection, build_program, context, load_program, select_cached
 from kda_tl.runtime.program import Compute, Program
 
@@ -149,10 +149,19 @@ def run_forward(bound: BoundCall, compute: Compute, a: Args) -> Any:
     return _view_results(bound, compute(tensors))
 
 
-def run_with_residuals(bound: BoundCall, names: tuple[str, ...], a: Args) -> tuple[Any, dict[str, Tensor | None]]:
-    """:func:`run_forward`, and the residuals of these names for the backward."""
+class Backward(NamedTuple):
+    """How a call's backward runs: its plan, and what the forward keeps for it, if it does, and by which plan."""
+
+    choice: PlanSelection
+    residuals: tuple[str, ...] = ()
+    forward: Plan | None = None
+
+
+def run_with_residuals(bound: BoundCall, backward: Backward, a: Args) -> tuple[Any, dict[str, Tensor | None]]:
+    """:func:`run_forward`, and the residuals for a backward that has some."""
+    names, plan = backward.residuals, backward.forward or bound.choice.plan
     p = replace(bound.problem, direction="bwd")  # what it makes must be what a backward would make again
-    program = build_program(bound.choice.plan, p.without_lengths(), bound.device)
+    program = build_program(plan, p.without_lengths(), bound.device)
     compute, _ = _bind(program, bound.bounds, bound.where, (*program.flow().results, *names))
     out = compute(_find_operands(bound, a) | bound.constants)
     return _view_results(bound, out), {name: out[name] for name in names}
@@ -171,13 +180,6 @@ def _view_results(bound: BoundCall, out: Mapping[str, Any]) -> Any:
     return o, out["ht"], h.transpose(-1, -2) if p.state_v_first else h
 
 
-class Backward(NamedTuple):
-    """How a call's backward runs: its plan, and the names of what the forward keeps for it, if it does."""
-
-    choice: PlanSelection
-    residuals: tuple[str, ...] = ()
-
-
 def choose_backward(bound: BoundCall, keep: bool = False) -> Backward:
     """The backward of a call, chosen with its forward: see :func:`choose_backward_of`."""
     return choose_backward_of(bound.problem, bound.device, bound.chunk_size, bound.choice.plan, keep)
@@ -191,7 +193,7 @@ def choose_backward_of(
     With ``keep`` it begins from the forward's residuals, if a plan can that cuts the same chunks. A plan may say so
     itself. Raises InputError if the pinned plan cuts others.
     """
-    problem = _reverse(problem)
+    posed, problem = problem, _reverse(problem)
     asked = chunk_size and _choose_chunks(problem, device, chunk_size, context())
     choice = asked or select_cached(problem, device)  # a hint: the backward may have room for shorter chunks only
     if forward is None or choice.plan is None or not (keep or choice.plan.kept):
@@ -212,8 +214,9 @@ def choose_backward_of(
     from kda_tl.templates.pipelines import PIPELINES
 
     pipeline = PIPELINES[resumable.plan.pipeline]
+    forward = find_keeper(forward, posed, device)
     found = pipeline.finds_residuals(PIPELINES[forward.pipeline])
-    return Backward(resumable, pipeline.residuals) if found else Backward(choice)
+    return Backward(resumable, pipeline.residuals, forward) if found else Backward(choice)
 
 
 @functools.lru_cache(maxsize=512)

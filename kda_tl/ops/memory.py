@@ -82,7 +82,7 @@ def workspace_bytes(
     residuals: tuple[str, ...] = ()
     if trains:
         backward = choose_backward_of(problem, where, call.chunk_size, plan, call.keep)
-        residuals = backward.residuals
+        residuals, plan = backward.residuals, backward.forward or plan
     if direction == "bwd":
         plan = _choose_plan(backward.choice)
     tables, sizes = make_layout(bounds, plan.BT, _CPU, PIPELINES[plan.pipeline].segments)

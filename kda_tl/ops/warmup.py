@@ -49,7 +49,7 @@ def warmup(
         for final_state in {False, call.problem.final_state}:
             plans.append((after.choice.plan, backward_problem(call.problem, final_state)))
         if after.residuals:  # the forward that keeps them makes them as the backward would
-            plans.append((chosen, replace(call.problem, direction="bwd")))
+            plans.append((after.forward, replace(call.problem, direction="bwd")))
     jobs = [job for plan, problem in plans if plan is not None for job in list_jobs(plan, problem, call.device)]
     if jobs:
         compile_stages(jobs)

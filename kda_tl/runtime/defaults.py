@@ -1,5 +1,6 @@
 """What runs when nothing is tuned: from a problem and a device to the plans of all pipelines, first in rank first."""
 
+import functools
 from collections.abc import Iterable, Iterator
 
 from kda_tl.core.device import Device
@@ -91,8 +92,9 @@ def rank_pipelines(case: Case) -> list[str]:
     """The pipelines of a case's pass by their names, as they run when nothing is tuned: the first that takes the case.
 
     Serial ones that fill the GPU come first, that with the fewest segments before the others. Those that cut a batch as
-    :func:`choose_segments` says come before those that leave sequences whole. All others come after these: their
-    kernels may be the only ones that are there where none can be compiled.
+    :func:`choose_segments` says come before those that leave sequences whole, of which those come first that say
+    themselves that they suit a case. All others come after these: their kernels may be the only ones that are there
+    where none can be compiled.
     """
     from kda_tl.templates.pipelines import PIPELINES
 
@@ -103,6 +105,7 @@ def rank_pipelines(case: Case) -> list[str]:
     segments = choose_segments(case, cuts) if cuts else 1
     first = [each for each in others if each.serial and fills_device(case, each)]
     first += [each for each in others if not each.serial and each.segments == segments > 1]
+    first += [each for each in others if each.suits is not None and each.suits(case)]
     return [*(each.name for each in first), *whole, *(each.name for each in others if each not in first), last]
 
 
@@ -138,6 +141,15 @@ def default_plan(
 ) -> Plan:
     """The first of :func:`iter_defaults`."""
     return next(iter_defaults(problem, device, BT=BT, BC=BC, pipeline=pipeline))
+
+
+@functools.lru_cache(maxsize=512)
+def find_keeper(forward: Plan, problem: Problem, device: Device) -> Plan:
+    """The plan of a forward that keeps residuals: its own, or the default of a pipeline that makes them."""
+    from kda_tl.templates.pipelines import PIPELINES
+
+    keeper = PIPELINES[forward.pipeline].keeper
+    return default_plan(problem, device, BT=forward.BT, BC=forward.BC, pipeline=keeper) if keeper else forward
 
 
 def count_segments(plan: Plan) -> int:

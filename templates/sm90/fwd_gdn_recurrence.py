@@ -162,7 +162,7 @@ def finish_values(z, r, tiles, group, slot):
 
 
 @T.macro
-def finish_chunk(z, r, tiles, slot):
+def finish_chunk(z, r, tiles, slot, step):
     """The state decays while V'^T and S^T Q^T are on their way; the latter is scaled while the state takes values.
 
     Powers come first: what is read from shared memory after products waits until the matrix unit has taken them.
@@ -170,6 +170,9 @@ def finish_chunk(z, r, tiles, slot):
     kept = T.alloc_fragment(r.value.shape, z.io)  # what of the values the state takes
     decay = T.alloc_var("float32")
     state = r.state[0]
+    pairs_slot, pairs_phase = (slot, 0) if tiles.made is None else tiles.made.place_to_read(step)
+    if tiles.made is not None:
+        tiles.made.wait(pairs_slot, pairs_phase)
     decay = tiles.powers[slot, LAST, 0]
     end = take_powers(r.value, tiles.powers, slot, END)
     T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
@@ -187,12 +190,14 @@ def finish_chunk(z, r, tiles, slot):
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.output.shape):
         r.output[i, j] = r.output[i, j] * query[i, j]
-    T.wgmma_gemm(r.value_io, tiles.Aqk[slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
+    T.wgmma_gemm(r.value_io, tiles.Aqk[pairs_slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
     T.wait_wgmma(1)  # not across the loop's end, see outputs.compute_output
     T.warpgroup_fence_operand(state, num_regs=state.shape[1] // 2)
     T.copy(state, r.state_io)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
+    if tiles.made is not None:
+        tiles.made.release(pairs_slot)
 
 
 ROW_PRODUCTS = Products(

@@ -164,7 +164,7 @@ def multiply(case, config, load_state, starts, x, tiles, rows, outputs, w):
         store_output(rounded, Output(tiles.o, x.o, own + (n - 1) * BT, own, w.end, w.i_h, w.v0, BARRIER))
         finish_values(z, r, tiles, 0, slot)
         outputs.wait(one, turned)
-        finish_chunk(z, r, tiles, slot)
+        finish_chunk(z, r, tiles, slot, n)
         outputs.release(one)
         rows.release(slot)
     rounded = round_output(output, io)
@@ -219,7 +219,7 @@ def build(case: Case, config: GdnResumeConfig) -> Any:
             T.annotate_layout(layout_lower(of_rows.A, Aqk_shared) | layout_values(o_shared))
             store_constants([of_rows.A, Aqk_shared])
             beside = {"q": Slot(of_rows.q), "Aqk": Slot(Aqk_shared), "o": o_shared, "h": h_shared}
-            tiles = SimpleNamespace(**{**vars(of_rows), **beside}, v=[of_rows.x])
+            tiles = SimpleNamespace(**{**vars(of_rows), **beside}, v=[of_rows.x], made=None)
             rows, outputs = Ring(full, empty), Ring(outputs_full, outputs_empty)
 
             first, chunks, passed, start, end, i_n, edge = find_forwards(x, i_s, i_h, True)

@@ -5,6 +5,7 @@ of what it multiplies, from one triple into the next.
 
     warps                        registers    produce                          consume
     4, or twice 4: multiply      232 or 248   o, h, ht; ROWS channels a group  both rings
+    4: fwd_gdn_attend's          64           pairs of queries                 the ring of the rest
     1: loads                     40           both rings                       tensors in memory
     3: idle                      40           o, where each group has a sender, see sender
 
@@ -121,6 +122,8 @@ class Products:
     store_output: Any = store_output  # of the chunk before
     store_last: Any = store_last
     send: Any = None  # the part of a warp for each warpgroup, if outputs are sent by others than who makes them
+    make: Any = None  # the part of a warpgroup more, if something that is multiplied is made of what is loaded
+    triangles: tuple[str, ...] = ("A", "Aqk")  # that are loaded in halves
 
 
 class Sizes:
@@ -135,6 +138,8 @@ class Sizes:
         self.parts = p.KP // self.width
         self.rounds_whole = self.parts == 1  # whether a rounded copy of the whole state has registers
         self.registers = config.registers or (REGISTERS if self.rounds_whole else WIDE_REGISTERS)
+        self.loader_registers = config.loader_registers or LOADER_REGISTERS
+        self.readers = config.consumers + (WARPGROUP if products.make is not None else 0)  # threads
         self.rest_stages = config.rest_stages(case)  # slots of the ring of the rest
         self.shares_empty = self.rest_stages == config.num_stages  # whether the slots of both rings are empty at once
 
@@ -194,7 +199,7 @@ def compute_output(z, r, tiles, rest_slot):
 
 
 @T.macro
-def finish_chunk(z, r, tiles, slot):
+def finish_chunk(z, r, tiles, slot, step):
     """Values, state and output."""
     compute_values(z, r, tiles, slot)
     compute_output(z, r, tiles, slot)
@@ -293,7 +298,7 @@ def multiply(z, load_state, group, i_block, blocks, x, tiles, first_ring, rest_r
                 first_ring.release(slot)
             if z.config.early:
                 rest_ring.wait(rest_slot, rest_phase)
-            z.products.finish_chunk(z, r, tiles, rest_slot)
+            z.products.finish_chunk(z, r, tiles, rest_slot, step)
             rest_ring.release(rest_slot)
             step = step + 1
         if p.intermediate_states and not p.final_state:  # or TileLang 0.1.15 wants its barrier where threads diverge
@@ -313,8 +318,8 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
     BT = z.case.BT
     segments, chunk_tokens, HV = x.segments, x.chunk_tokens, x.v.shape[1]
     step = T.alloc_var("int32")
-    T.set_max_nreg(LOADER_REGISTERS, 0)
-    if T.get_thread_binding() < z.config.consumers + PRODUCER:
+    T.set_max_nreg(z.loader_registers, 0)
+    if T.get_thread_binding() < z.readers + PRODUCER:
         step = 0
         for n in T.serial(T.ceildiv(segments.shape[0] * HV * z.VB - i_block, blocks)):
             i = i_block + n * blocks
@@ -339,7 +344,7 @@ def load(z, i_block, blocks, x, tiles, first_ring, rest_ring):
                 step = step + 1
     elif z.products.send is not None:
         for group in list(range(z.groups)):
-            if T.get_thread_binding() // PRODUCER == z.config.consumers // PRODUCER + 1 + group:
+            if T.get_thread_binding() // PRODUCER == z.readers // PRODUCER + 1 + group:
                 z.products.send(z, group, i_block, blocks, x, tiles.o[group])
 
 
@@ -355,19 +360,22 @@ def recur(z, load_state, i_block, blocks, x):
     found = z.products.alloc_tiles(z)
     rest_full = T.alloc_barrier(arrive_count=[PRODUCER] * rest_stages)
     first_full = T.alloc_barrier(arrive_count=[PRODUCER] * stages) if config.early else rest_full
-    first_empty = T.alloc_barrier(arrive_count=[config.consumers] * stages)
-    rest_empty = first_empty if z.shares_empty else T.alloc_barrier(arrive_count=[config.consumers] * rest_stages)
+    first_empty = T.alloc_barrier(arrive_count=[z.readers] * stages)
+    rest_empty = first_empty if z.shares_empty else T.alloc_barrier(arrive_count=[z.readers] * rest_stages)
     thread = T.get_thread_binding()
-    T.annotate_layout(layout_lower(found["A"], found["Aqk"]) | layout_values(*v_shared, *o_shared))
-    store_constants([found["A"], found["Aqk"]], found.get("identity"))
+    triangles = [found[name] for name in z.products.triangles]
+    T.annotate_layout(layout_lower(*triangles) | layout_values(*v_shared, *o_shared))
+    store_constants(triangles, found.get("identity"), found["Aqk"] if z.products.make is not None else None)
 
-    found = {"start": [None] * groups} | found
+    found = {"start": [None] * groups, "made": None} | found
     tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o, h and start one a warpgroup
     first_ring, rest_ring = Ring(first_full, first_empty), Ring(rest_full, rest_empty)
     if thread < WARPGROUP:
         multiply(z, load_state, 0, i_block, blocks, x, tiles, first_ring, rest_ring)
     elif groups == 2 and thread < config.consumers:
         multiply(z, load_state, 1, i_block, blocks, x, tiles, first_ring, rest_ring)
+    elif z.products.make is not None and thread < z.readers:
+        z.products.make(z, i_block, blocks, x, tiles, rest_ring)
     else:
         load(z, i_block, blocks, x, tiles, first_ring, rest_ring)
 

@@ -15,7 +15,8 @@ from kda_tl.core.stage import Case, Operands
 from kda_tl.templates.common.chunks import share_heads, split_chunks
 from kda_tl.templates.common.language import T
 
-START, QUERY, END, LAST, GATE, QUERY_NORM, KEY_NORM = range(7)  # which
+POWERS = 7
+START, QUERY, END, LAST, GATE, QUERY_NORM, KEY_NORM = range(POWERS)  # which
 MULTIPLIED = 4  # of these, what a recurrence multiplies with
 GIVEN_ROWS = {"q": "tokens H K : io", "k": "tokens H K : io"}
 

@@ -36,6 +36,7 @@ class RecurrenceConfig(HopperConfig):
 
     WIDTHS: ClassVar[tuple[int, ...]] = (64, 128)  # channels of a key that the stage is written for
     registers: ClassVar[int | None] = None  # of a thread that multiplies; None for all there are
+    loader_registers: ClassVar[int | None] = None  # of one that loads; None for as many as it needs
     BV: int = tunable(64, 64, 128)
     num_stages: int = tunable(2, 2, 3)
 
@@ -194,12 +195,15 @@ def load_parts(x, i_t, i_h, tiles, slot, full):
 
 
 @T.macro
-def store_constants(triangles, identity=None):
-    """Zeros where triangles are never loaded, and an identity, in shared memory, by all threads."""
+def store_constants(triangles, identity=None, made=None):
+    """Zeros where triangles are never loaded or made, and an identity, in shared memory, by all threads."""
     for m in list(range(len(triangles))):  # of numbers, see load_parts
         stages, BT, _ = triangles[m].shape
         for s, i, j in T.Parallel(stages, BT // 2, BT // 2):
             triangles[m][s, i, BT // 2 + j] = 0
+    if made is not None:
+        for s, i, j in T.Parallel(*made.shape):
+            made[s, i, j] = 0
     if identity is not None:
         for i, j in T.Parallel(*identity.shape):
             identity[i, j] = T.if_then_else(i == j, 1.0, 0.0)

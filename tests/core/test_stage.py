@@ -362,6 +362,7 @@ def test_fingerprint_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monk
     for module in sorted(set().union(*holds.values())):
         assert edit(f"{module}.py") == {name for name in holds if module in holds[name]}, module
     users = {"fwd_prep", "fwd_gdn_prep", "fwd_gdn_pairs", "bwd_gradients", "bwd_gdn_gradients", "bwd_gdn_walk"}
+    users |= {"fwd_gdn_inverse"}
     assert edit("common/tile.py") == set(holds), "every stage is written in this vocabulary"
     assert edit("sm90/gates.py") == users, "those written with it"
     (folder / "common/deep.py").write_text("")

@@ -13,6 +13,7 @@ from support.chunked import STAGES
 from support.gpu_calls import assert_same_bits, check_stage, draw, outputs, spiked_gates
 from support.gpu_cases import (
     AFTER_EACH_OTHER,
+    ATTENDED,
     BT,
     DECAYS,
     FORWARD,
@@ -23,6 +24,7 @@ from support.gpu_cases import (
     PACKED,
     compile_all,
     cut_plan,
+    default_of,
     device,
     equal_plans,
     forward,
@@ -104,6 +106,18 @@ def test_operator_equals_recurrence(name: str, decay: str, seed: int) -> None:
 def test_blocks_that_take_sequence_after_sequence(state_v_first: bool, seed: int) -> None:
     call = draw_call(replace(AFTER_EACH_OTHER, state_v_first=state_v_first), MANY, seed, varlen=True, device="cuda")
     assert_right(call, 64)
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_recurrence_that_makes_pairs_itself(name: str, decay: str, seed: int) -> None:
+    """Which defaults choose for many sequences alone; their blocks take one after the other."""
+    with kda_tl.pin(default_of("gdn_attend", FORWARD[name][1])):
+        for n, T in enumerate(LENGTHS):
+            assert_right(draw(name, (T,), seed + n, decay), 64)
+        assert_right(draw(name, PACKED, seed, decay, varlen=True), 64)
+    with kda_tl.pin(default_of("gdn_attend", AFTER_EACH_OTHER)):
+        assert_right(draw_call(AFTER_EACH_OTHER, MANY, seed, varlen=True, device="cuda"), 64)
 
 
 @forward

@@ -27,7 +27,9 @@ from kda_tl.runtime.defaults import (
     DEFAULT_PIPELINES,
     choose_segments,
     default_plan,
+    find_keeper,
     iter_defaults,
+    pipeline_defaults,
     rank_pipelines,
 )
 from kda_tl.runtime.dispatch import Pin, PlanSelection, numerics_class, parse_plan, select_plan
@@ -178,6 +180,30 @@ def test_segments_that_find_their_start_where_they_run_at_once(changes: dict[str
     assert choice.plan is not None and choice.plan.pipeline == pipeline
     pairs = dict(choice.plan.stages).get("fwd_gdn_pairs")
     assert pairs is None or pairs.as_dict()["resident"] == (2 if pipeline == "gdn_pairs" else 4), "who runs beside it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "pipeline"),
+    [
+        ({}, "gdn_pairs"),  # 128 blocks of 64 channels, which find a multiprocessor each at once
+        ({"sequences": 4}, "gdn_attend"),
+        ({"sequences": 4, "V": 64}, "gdn_pairs"),  # was timed in blocks of 128 channels alone
+        ({"sequences": 4, "H": 16}, "gdn_attend"),
+        ({"sequences": 4, "H": 8}, "gdn_pairs"),  # eight value heads share rows of q
+        ({"sequences": 8, "longest": 8000, "varlen": True}, "gdn_pairs"),  # next to all in one sequence
+        ({"sequences": 4, "K": 100}, "gdn_recurrence"),
+    ],
+)
+def test_pairs_of_queries_are_made_beside_products_where_blocks_are_many(
+    changes: dict[str, Any], pipeline: str
+) -> None:
+    problem = replace(PROBLEM, HV=64, tokens=8192, **{"H": 64, "longest": 0} | GDN | changes)
+    if not problem.longest:
+        problem = replace(problem, longest=problem.tokens // max(1, problem.sequences))
+    choice = select_plan(problem, H200, [])
+    assert choice.plan is not None and choice.plan.pipeline == pipeline
+    by_name = pipeline_defaults("gdn_pairs", Case(problem=problem, device=H200, BT=64, BC=16))
+    assert find_keeper(choice.plan, problem, H200) == (by_name if pipeline == "gdn_attend" else choice.plan)
 
 
 def test_what_is_cut_is_what_stages_take() -> None:

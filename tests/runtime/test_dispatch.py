@@ -290,6 +290,18 @@ def test_same_architecture_names_both_devices(tmp_path: Path) -> None:
     assert "nvidia_h100_80gb_hbm3" in reason and "nvidia_h200" in reason and "sm_90a" in reason
 
 
+@pytest.mark.parametrize("name", ["gdn_attend", "gdn_pairs"])
+def test_a_forward_that_makes_no_residuals_gives_way_where_they_are_kept(name: str) -> None:
+    """To gdn_pairs, which makes pairs of queries in memory."""
+    problem = replace(PROBLEM, operator="chunk_gated_delta_rule", scalar_gate=True, gate="log")
+    case = Case(problem=problem, device=H200, BT=64, BC=16)
+    forward, keeper = (pipeline_defaults(each, case) for each in (name, "gdn_pairs"))
+    backward = pipeline_defaults("gdn_walk", replace(case, problem=replace(problem, direction="bwd")))
+    with kda_tl.pin(backward):
+        found = choose_backward_of(problem, H200, None, forward)
+    assert found.residuals == PIPELINES["gdn_walk"].residuals and found.forward == keeper
+
+
 @pytest.mark.parametrize("name", [p.name for p in PIPELINES.values() if p.direction == "bwd" and "gdn" in p.name])
 def test_residuals_are_kept_unasked_where_they_are_small(name: str) -> None:
     """Of what a forward makes for the walk back, which has less than a quarter of a chunk's states' bytes in fp32, but

@@ -37,6 +37,7 @@ WALKS = (
     *("fwd_gdn_segment", "fwd_gdn_merge", "fwd_gdn_resume"),
     *("bwd_gdn_segment", "bwd_gdn_merge", "bwd_gdn_resume", "bwd_gdn_states", "bwd_gdn_walk"),
 )
+PAIRS = ("fwd_gdn_pairs", "fwd_gdn_inverse")
 SLOW = -12.0  # raw gate of softplus that forgets next to nothing
 
 
@@ -54,9 +55,10 @@ APART = (
     Apart(
         GATED_DELTA_RULE,
         LENGTHS,
-        ("fwd_gdn_prep", "fwd_gdn_pairs", "fwd_gdn_recurrence", "bwd_gdn_scan", "bwd_gdn_gradients", *WALKS),
+        (*PAIRS, "fwd_gdn_prep", "fwd_gdn_recurrence", "fwd_gdn_attend", "bwd_gdn_scan", "bwd_gdn_gradients", *WALKS),
     ),
-    Apart(replace(GATED_DELTA_RULE, H=2, HV=8, l2norm=False), (200, 64, 0, 1, 130), ("fwd_gdn_pairs",), num_sms=1),
+    Apart(replace(GATED_DELTA_RULE, H=2, HV=8, l2norm=False), (200, 64, 0, 1, 130), PAIRS, num_sms=1),
+    Apart(replace(GATED_DELTA_RULE, H=2, HV=8, intermediate_states=False), LENGTHS, ("fwd_gdn_attend",), num_sms=3),
     Apart(replace(GATED_DELTA_RULE, HV=1), (1300, 0, 70), WALKS),  # segments that find where they begin
     Apart(GATED_DELTA_RULE, (1300, 0, 70), WALKS, SLOW),  # and that are told: gates remember more chunks than that
     Apart(replace(SOFTPLUS, K=256), LENGTHS, ("fwd_prep", "fwd_recurrence")),

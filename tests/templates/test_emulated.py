@@ -1,17 +1,17 @@
 """Kernels that only Hopper runs, without one: those that can be run on the host, and what holds the others.
 
-fwd_prep, fwd_gdn_prep, fwd_gdn_pairs, bwd_gradients and bwd_gdn_gradients, with the macros they are written with, are
-executed from their generated CUDA (emulate.py), so a wrong sign, index or layout fails here. What this cannot see:
-races, missing barriers and fences, addresses that are not aligned, the rounding of fast exponentials, what nvcc makes
-of the text.
+fwd_prep, fwd_gdn_prep, fwd_gdn_pairs, fwd_gdn_inverse, bwd_gradients and bwd_gdn_gradients, with the macros they are
+written with, are executed from their generated CUDA (emulate.py), so a wrong sign, index or layout fails here. What
+this cannot see: races, missing barriers and fences, addresses that are not aligned, the rounding of fast exponentials,
+what nvcc makes of the text.
 
-fwd_recurrence, fwd_gdn_recurrence, fwd_segment, fwd_merge, fwd_resume, fwd_gdn_segment, fwd_gdn_merge, fwd_gdn_resume,
-bwd_scan, bwd_gdn_scan, bwd_gdn_segment, bwd_gdn_merge, bwd_gdn_resume, bwd_gdn_states, bwd_gdn_walk, bwd_segment,
-bwd_merge, bwd_resume and bwd_heads, and the sm_90 lowering of the stages that also run on the CPU, are run by the GPU
-tests alone (tests/gpu/test_gpu*.py, tests/gpu/test_sanitizer.py). They wait for copies by barriers and tensor maps,
-which nothing here imitates. Their references are checked everywhere (test_templates.py), and
-a change of their text makes the packaged plans stale, which fails below and in ``make verify`` until ``kda-tl verify
---static`` finds their kernels unchanged, or they are measured again.
+fwd_recurrence, fwd_gdn_recurrence, fwd_gdn_attend, fwd_segment, fwd_merge, fwd_resume, fwd_gdn_segment, fwd_gdn_merge,
+fwd_gdn_resume, bwd_scan, bwd_gdn_scan, bwd_gdn_segment, bwd_gdn_merge, bwd_gdn_resume, bwd_gdn_states, bwd_gdn_walk,
+bwd_segment, bwd_merge, bwd_resume and bwd_heads, and the sm_90 lowering of the stages that also run on the CPU, are run
+by the GPU tests alone (tests/gpu/test_gpu*.py, tests/gpu/test_sanitizer.py). They wait for copies by barriers and
+tensor maps, which nothing here imitates. Their references are checked everywhere (test_templates.py), and a change of
+their text makes the packaged plans stale, which fails below and in ``make verify`` until ``kda-tl verify --static``
+finds their kernels unchanged, or they are measured again.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ EMULATED = {
     "fwd_prep": "prep_recurrence",
     "fwd_gdn_prep": "gdn_recurrence",
     "fwd_gdn_pairs": "gdn_pairs",
+    "fwd_gdn_inverse": "gdn_attend",
     "bwd_gradients": "prep_scan",
     "bwd_gdn_gradients": "gdn_scan",
 }
