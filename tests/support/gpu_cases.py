@@ -176,6 +176,7 @@ LONG = (
 LONG_TOKENS = (1000, 4096)
 MANY = (70,) * 70 + (130, 0, 1, 0, 64)  # with heads more than multiprocessors, which take one after the other
 FORWARD = SPECIALISED | HOPPER | ODD | OTHER
+ATTENDED = [name for name, (_, p) in HOPPER.items() if p.scalar_gate and p.K in (64, 128)]  # with pairs made beside
 BT, MAIN = SPECIALISED["bf16-safe-K128-V128"]
 WIDE = replace(MAIN, H=32, HV=32, initial_state=False)
 HUGE = replace(MAIN, H=64, HV=64, initial_state=False)
@@ -343,6 +344,7 @@ def problem_of(entry: Entry, operator: str, direction: str) -> Problem:
         dtype=key.dtype,
         gate=key.gate,
         operator=operator,
+        scalar_gate=load_all()[operator].scalar_gate,
         direction=direction,
     )
 
@@ -374,6 +376,8 @@ def list_kernels() -> list[Job]:
         problem = replace(AFTER_EACH_OTHER, state_v_first=state_v_first)
         wanted += jobs_of(problem, hopper_plan(problem))
     wanted += jobs_of(HUGE, hopper_plan(HUGE))
+    for problem in (AFTER_EACH_OTHER, *(FORWARD[name][1] for name in ATTENDED)):
+        wanted += jobs_of(problem, default_of("gdn_attend", problem))
     for name in OTHERS:
         for stage_name in STAGES:
             wanted += [(stage_name, stage_case(stage_name, name), c) for c in other_configs(stage_name, name)]
