@@ -139,35 +139,6 @@ def alloc_tiles(z):
     return {**tiles, "made": Ring(made_full, made_empty)}
 
 
-@T.macro
-def find_factors(p, powers, slot, warp, near, rows, columns):
-    """Of a thread's pairs: G of its two rows and of four columns of the diagonal's block, and factors of all others.
-
-    A power of two is parted at the first row of a warp, which lies between earlier keys and its own rows: both parts
-    are at most one.
-    """
-    lane = T.get_thread_binding() % 32
-    i, j = lane // 4, lane % 4 * 2
-    first = powers[slot, GATE, warp * 16]
-    for h in T.unroll(2):
-        near[h] = powers[slot, GATE, warp * 16 + 8 * h + i]
-        rows[h] = powers[slot, QUERY_NORM, warp * 16 + 8 * h + i]
-    for n in T.unroll(2):
-        for e in T.vectorized(2):
-            near[2 + 2 * n + e] = powers[slot, GATE, warp * 16 + 8 * n + j + e]
-    for n in T.unroll(6):
-        for e in T.vectorized(2):
-            columns[2 * n + e] = powers[slot, GATE, 8 * n + j + e]
-    for n in T.unroll(12):
-        columns[n] = T.exp2(first - columns[n])
-    if p.l2norm:
-        for n in T.unroll(6):
-            for e in T.unroll(2):
-                columns[2 * n + e] = columns[2 * n + e] * powers[slot, KEY_NORM, 8 * n + j + e]
-    for h in T.unroll(2):
-        rows[2 + h] = rows[h] * T.exp2(near[h] - first)
-
-
 @dataclass(frozen=True)
 class Slot:
     """A tile of a ring."""
