@@ -244,11 +244,6 @@ inline void ptx_ldmatrix_x4(const void* shared, void* local) {
   for (int m = 0; m < 4; m++)
     memcpy((char*)local + 4 * m, (char*)gathered.of[8 * m + lane() / 4][0] + lane() % 4 * 4, 4);
 }
-inline void ptx_ldmatrix_x2(const void* shared, void* local) {
-  Gathered gathered((uint64_t)shared);
-  for (int m = 0; m < 2; m++)
-    memcpy((char*)local + 4 * m, (char*)gathered.of[8 * m + lane() / 4][0] + lane() % 4 * 4, 4);
-}
 inline void ptx_stmatrix_m8n8_x4(const void* shared, int a, int b, int c, int d) {
   Gathered gathered((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
   for (int n = 0; n < 4; n++) memcpy((char*)shared + 4 * n, &gathered.of[lane() % 8 * 4 + n][lane() / 8], 4);
