@@ -5,9 +5,9 @@ A warp has 16 rows i of the product, and with them four blocks of 16 keys j. Of 
     far      keys of earlier blocks         2^(G_i - G_first) 2^(G_first - G_j), first: the warp's first row
     near     keys of the block of the rows  2^(G_i - G_j)
 
-so a power of a far pair is a factor of its row times one of its key, neither of them above 1: 14 powers a thread
-instead of 48. Blocks are rounded, and stored by one instruction each (stmatrix); those of L on the diagonal, which are
-solved, are not.
+so a power of a far pair is a factor of its row times one of its key, neither of them above 1: six powers a thread and
+block instead of eight. Blocks are rounded, and stored by one instruction each (stmatrix); those of L on the diagonal,
+which are solved, are not.
 """
 
 from __future__ import annotations
