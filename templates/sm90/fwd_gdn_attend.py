@@ -1,6 +1,6 @@
 """Recurrence of Gated DeltaNet for Hopper that makes the pairs of queries itself, beside its products.
 
-    Aqk[i, j] = scale rq_i rk_j 2^(G_i - G_j) <q_i, k_j>   j <= i
+    Aqk[i, j] = scale rq_i 2^(G_i - H_j) <q_i, k_j>   j <= i,   H = G - log2 rk
 
 The rest is fwd_gdn_recurrence's. It has q, k and the powers of a chunk in shared memory, so fwd_gdn_inverse need not
 make Aqk nor this read it. A warpgroup more makes it, up to three chunks ahead:
@@ -20,7 +20,7 @@ Source: as fwd_gdn_recurrence.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -34,32 +34,16 @@ from kda_tl.templates.common.tile import prim_func
 from kda_tl.templates.sm90 import fwd_gdn_recurrence
 from kda_tl.templates.sm90.blocks import EIGHT, layout_product, pair_of, store_block
 from kda_tl.templates.sm90.blocks import STORES as BLOCK_STORES
-from kda_tl.templates.sm90.fwd_gdn_recurrence import (
-    await_pairs,
-    finish_chunk,
-    finish_values,
-    issue_values,
-    load_nothing,
-    passes,
-)
+from kda_tl.templates.sm90.fwd_gdn_recurrence import ROW_PRODUCTS, Queries, passes
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost
 from kda_tl.templates.sm90.hopper import PAIRS, TABLES
-from kda_tl.templates.sm90.outputs import OUTPUTS, Products, Sizes, recur, states_bytes
-from kda_tl.templates.sm90.powers import GATE, GIVEN_ROWS, KEY_NORM, POWERS, QUERY_NORM, reject_rows
+from kda_tl.templates.sm90.outputs import OUTPUTS, Sizes, recur, states_bytes
+from kda_tl.templates.sm90.powers import GATE, GIVEN_ROWS, KEY_GATE, POWERS, QUERY_NORM, reject_rows
 from kda_tl.templates.sm90.ready import overlap
-from kda_tl.templates.sm90.recurrence import (
-    ROWS,
-    STORES,
-    TOLERANCE,
-    WARPGROUP,
-    RecurrenceConfig,
-    load_lower,
-    load_values,
-)
-from kda_tl.templates.sm90.ring import Ring
+from kda_tl.templates.sm90.recurrence import ROWS, STORES, TOLERANCE, WARPGROUP, RecurrenceConfig
+from kda_tl.templates.sm90.ring import Ring, Slot
 from kda_tl.templates.sm90.rows import BC, NB
-from kda_tl.templates.sm90.sender import leave_last, leave_output, send
-from kda_tl.templates.sm90.starts import alloc_slices, load_slices, slice_bytes
+from kda_tl.templates.sm90.starts import load_slices, slice_bytes
 
 INPUTS = {
     **GIVEN_ROWS,
@@ -79,8 +63,8 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
     """PyTorch twin, in the dtype of powers: fwd_gdn_recurrence's, of pairs made here."""
     p, dtype = case.problem, x.powers.dtype
     q, k = (share_heads(split_chunks(y.to(dtype), x.chunk_tokens, case.BT), p.group) for y in (x.q, x.k))
-    G, query, key = (x.powers[:, :, m, :, None] for m in (GATE, QUERY_NORM, KEY_NORM))
-    pairs = (query * q) @ (key * k).mT * (G - G.mT).exp2()
+    G, query, key = (x.powers[:, :, m, :, None] for m in (GATE, QUERY_NORM, KEY_GATE))
+    pairs = (query * q) @ k.mT * (G - key.mT).exp2()
     return fwd_gdn_recurrence.reference(case, Operands(**{**vars(x), "Aqk": pack_lower(pairs.tril())}))
 
 
@@ -90,6 +74,8 @@ class AttendConfig(RecurrenceConfig):
 
     loader_registers: ClassVar[int | None] = LOADER_REGISTERS
     early: ClassVar[bool] = False  # all of a chunk comes at once
+    powers: ClassVar[int] = POWERS  # of a token, that are loaded
+    pairs_stages: ClassVar[int] = MADE
     BV: int = tunable(128, 64, 128)
 
     def reject(self, case: Case) -> str | None:
@@ -113,65 +99,53 @@ class AttendConfig(RecurrenceConfig):
         return self.num_stages * stage + rest + states_bytes(case, self.BV) + slice_bytes(case, self.BV // ROWS)
 
 
+@dataclass(frozen=True)
+class MadeQueries(Queries):
+    """Pairs of queries that are made beside products."""
+
+    ring: Ring
+
+    def await_slot(self, slot: Any, step: Any) -> Any:
+        """Waits for a chunk's. Their slot."""
+        return _await_made(self.ring, step)
+
+    def release(self, own_slot: Any) -> Any:
+        """They have been read."""
+        return self.ring.release(own_slot)
+
+
 @T.macro
-def load_chunk(z, x, i_t, i_h, tiles, slot, full, first, end):
-    """Everything but v."""
-    i_k = x.heads.of_keys(i_h)
-    load_values(x.k, tiles.k, full, slot, first, end, i_k, 0)
-    load_values(x.q, tiles.q, full, slot, first, end, i_k, 0)
-    load_lower(x.A, i_t, i_h, tiles.A, slot, full)
-    T.tma_copy(x.powers[i_t, i_h, :, :], tiles.powers[slot, :, :], barrier=full[slot])
+def _await_made(ring, step):
+    slot, phase = ring.place_to_read(step)
+    ring.wait(slot, phase)
+    return slot
 
 
 @T.macro
 def alloc_tiles(z):
     """By the names of what they hold."""
-    BT, K, io, stages = z.case.BT, z.case.problem.K, z.io, z.config.num_stages
-    A_shared = T.alloc_shared((stages, BT, BT), io)
-    Aqk_shared = T.alloc_shared((MADE, BT, BT), io)
-    q_shared = T.alloc_shared((stages, BT, K), io)
-    k_shared = T.alloc_shared((stages, BT, K), io)
-    powers = T.alloc_shared((stages, POWERS, BT), "float32")
+    tiles = ROW_PRODUCTS.alloc_tiles(z)
     made_full = T.alloc_barrier(arrive_count=[WARPGROUP] * MADE)
     made_empty = T.alloc_barrier(arrive_count=[z.config.consumers] * MADE)
-    start = alloc_slices(z)
-    tiles = {"A": A_shared, "Aqk": Aqk_shared, "q": q_shared, "k": k_shared, "powers": powers, "start": start}
-    return {**tiles, "made": Ring(made_full, made_empty)}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A tile of a ring."""
-
-    tiles: Any
-    slot: Any
-
-    @property
-    def dtype(self) -> Any:
-        """Of the elements."""
-        return self.tiles.dtype
-
-    def __getitem__(self, at: tuple[Any, Any]) -> Any:
-        return self.tiles[(self.slot, *at)]
+    return {**tiles, "queries": MadeQueries(tiles["Aqk"], tiles["powers"], Ring(made_full, made_empty))}
 
 
 @dataclass(frozen=True)
 class Decays:
     """What a thread knows of its pairs, see blocks: two rows, 8 apart, and of a block four keys."""
 
-    near: Any  # G of its rows, and of keys of its warp's block
-    rows: Any  # norms of its rows, and these times their powers
-    keys: Any  # powers of earlier keys, times their norms
-    norms: Any  # of keys of its warp's block
+    near: Any  # G of its rows, and that of keys of its warp's block
+    rows: Any  # what its rows are multiplied with, and that times their powers
+    keys: Any  # powers of earlier keys
 
     @classmethod
     def alloc(cls) -> "Decays":
         """The registers."""
-        return cls(*(T.alloc_local((n,), "float32") for n in (6, 4, 4 * (NB - 1), 4)))
+        return cls(*(T.alloc_local((n,), "float32") for n in (6, 4, 4 * (NB - 1))))
 
 
 @T.macro
-def find_decays(p, powers, slot, warp, d):
+def find_decays(powers, slot, warp, d):
     """All of them: the powers of a slot are not read again."""
     lane = T.get_thread_binding() % 32
     i, j = lane // 4, lane % 4 * 2
@@ -181,33 +155,25 @@ def find_decays(p, powers, slot, warp, d):
         d.rows[h] = powers[slot, QUERY_NORM, warp * BC + 8 * h + i]
     for n in T.unroll(2):
         for e in T.vectorized(2):
-            d.near[2 + 2 * n + e] = powers[slot, GATE, warp * BC + 8 * n + j + e]
+            d.near[2 + 2 * n + e] = powers[slot, KEY_GATE, warp * BC + 8 * n + j + e]
     for n in T.unroll(2 * (NB - 1)):
         for e in T.vectorized(2):
-            d.keys[2 * n + e] = powers[slot, GATE, 8 * n + j + e]
+            d.keys[2 * n + e] = powers[slot, KEY_GATE, 8 * n + j + e]
     for n in T.unroll(4 * (NB - 1)):
         d.keys[n] = T.exp2(first - d.keys[n])
     for h in T.unroll(2):
         d.rows[2 + h] = d.rows[h] * T.exp2(d.near[h] - first)
-    if p.l2norm:
-        for n in T.unroll(2 * (NB - 1)):
-            for e in T.unroll(2):
-                d.keys[2 * n + e] = d.keys[2 * n + e] * powers[slot, KEY_NORM, 8 * n + j + e]
-        for n in T.unroll(2):
-            for e in T.vectorized(2):
-                d.norms[2 * n + e] = powers[slot, KEY_NORM, warp * BC + 8 * n + j + e]
 
 
 @T.macro
-def put_near(p, pairs, m, warp, d, tile):
+def put_near(pairs, m, warp, d, tile):
     """Pairs of a warp's rows with keys of their own block, the m-th, to a slot."""
     lane = T.get_thread_binding() % 32
     i, j = lane // 4, lane % 4 * 2
     values = T.alloc_local((8,), tile.dtype)
     for n, h, e in EIGHT:
         power = T.exp2(d.near[h] - d.near[2 + 2 * n + e])
-        norm = d.rows[h] * d.norms[2 * n + e] if p.l2norm else d.rows[h]
-        scaled = pair_of([pairs], warp, m, h, n, e) * norm * power
+        scaled = pair_of([pairs], warp, m, h, n, e) * d.rows[h] * power
         seen = T.if_then_else(8 * h + i >= 8 * n + j + e, scaled, 0.0)
         values[4 * n + 2 * h + e] = T.cast(seen, tile.dtype)
     store_block(values, tile, warp, m)
@@ -226,7 +192,7 @@ def put_far(pairs, m, warp, d, tile):
 @T.macro
 def make(z, i_block, blocks, x, tiles, ring):
     """The part of the warpgroup that makes pairs of queries. Zeros behind them lie in the slots from the start."""
-    p, BT, made = z.case.problem, z.case.BT, tiles.made
+    BT, made = z.case.BT, tiles.queries.ring
     pairs = T.alloc_fragment((BT, BT), "float32")
     T.annotate_layout(layout_product(pairs))
     decays = Decays.alloc()
@@ -246,7 +212,7 @@ def make(z, i_block, blocks, x, tiles, ring):
                 clear_accum=True,
                 policy=T.BY_ROWS,
             )
-            find_decays(p, tiles.powers, slot, warp, decays)
+            find_decays(tiles.powers, slot, warp, decays)
             made.acquire(made_slot, made_phase)
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(pairs, num_regs=BT // 2)
@@ -256,16 +222,13 @@ def make(z, i_block, blocks, x, tiles, ring):
                 if m < warp:
                     put_far(pairs, m, warp, decays, tile)
                 if m == warp:
-                    put_near(p, pairs, m, warp, decays, tile)
+                    put_near(pairs, m, warp, decays, tile)
             T.fence_proxy_async()
             made.commit(made_slot)
             step = step + 1
 
 
-MADE_PRODUCTS = Products(
-    *(await_pairs, load_nothing, load_chunk, alloc_tiles, issue_values, finish_values, finish_chunk),
-    *(leave_output, leave_last, send, make, ("A",)),
-)
+MADE_PRODUCTS = replace(ROW_PRODUCTS, alloc_tiles=alloc_tiles, make=make, triangles=("A",))
 
 
 def build(case: Case, config: AttendConfig) -> Any:
@@ -277,7 +240,7 @@ def build(case: Case, config: AttendConfig) -> Any:
     def fwd_gdn_attend(q, k, v, A, powers, h0, segments, chunk_tokens, o, ht, h):
         blocks = T.min(NS * heads.HV * z.VB, case.device.num_sms)
         with T.Kernel(blocks, threads=z.readers + WARPGROUP, prelude=STORES + BLOCK_STORES) as i_block:
-            read = {"q": q, "k": k, "v": v, "A": A, "powers": powers, "states": h0, "ready": None}
+            read = {"q": q, "k": k, "v": v, "A": A, "Aqk": None, "powers": powers, "states": h0, "ready": None}
             tables, written = {"segments": segments, "chunk_tokens": chunk_tokens}, {"o": o, "ht": ht, "h": h}
             recur(z, load_state, i_block, blocks, SimpleNamespace(**read, **tables, **written, heads=heads))
 
@@ -310,6 +273,6 @@ STAGE = Stage(
     default,
     cost,
     TOLERANCE,
-    depends=("l2norm", "num_sms"),
+    depends=("num_sms",),
     passes=passes,
 )

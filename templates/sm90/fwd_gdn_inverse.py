@@ -1,9 +1,10 @@
 """What a chunk of Gated DeltaNet does alone, for a recurrence that makes the pairs of queries itself: fwd_gdn_attend.
 
-    powers, A    as fwd_gdn_pairs makes them
+    powers, A    as fwd_gdn_pairs makes them, but G - log2 rk for rk
 
-The body is fwd_gdn_pairs's without its queries, which leaves registers for a fifth block on a multiprocessor; rows of q
-are read for their norms alone. The recurrence begins after all chunks, so there are no flags.
+The body is fwd_gdn_pairs's without queries, which leaves registers for a fifth block on a multiprocessor. Rows of q are
+read for their norms alone; norms of keys are the diagonal of their pairs. The recurrence begins after all chunks, so
+there are no flags.
 Source: as fwd_gdn_prep.
 """
 
@@ -26,16 +27,19 @@ from kda_tl.templates.sm90.fwd_gdn_prep import GdnPrepConfig, prepare_cost
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, TOLERANCE
 from kda_tl.templates.sm90.hopper import PAIRS, SCALARS
 from kda_tl.templates.sm90.inverse import Inverse
+from kda_tl.templates.sm90.powers import GATE, KEY_GATE, KEY_NORM
 from kda_tl.templates.sm90.prep import WARPGROUP
-from kda_tl.templates.sm90.turns import Shares, share_work
+from kda_tl.templates.sm90.turns import BOARD_BYTES, Shares, share_work
 
-INPUTS = GIVEN_PAIRS
+INPUTS = GIVEN_PAIRS | {"q": GIVEN_PAIRS["q"] + " ? l2norm"}
 OUTPUTS = {name: PAIRS[name] for name in ("A", "powers")}
 
 
 def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
-    """PyTorch twin: two results of fwd_gdn_pairs's."""
-    made = fwd_gdn_pairs.reference(case, x)
+    """PyTorch twin: two results of fwd_gdn_pairs's, norms of keys as a part of their G."""
+    made = fwd_gdn_pairs.reference(case, Operands(**vars(x) | {"q": x.k if x.q is None else x.q}))
+    powers = made["powers"]
+    powers[:, :, KEY_GATE] = powers[:, :, GATE] - powers[:, :, KEY_NORM].log2()
     return {name: made[name] for name in OUTPUTS}
 
 
@@ -43,12 +47,13 @@ def reference(case: Case, x: Operands) -> dict[str, torch.Tensor]:
 class InverseConfig(GdnPrepConfig):
     """blocks: whose registers and shared memory a multiprocessor has; they take chunks in turn."""
 
-    blocks: int = tunable(5, 2, 3, 4, 5, 6)
+    blocks: int = tunable(5, 2, 3, 4, 5)
 
     def smem_bytes(self, case: Case) -> int:
         """Rows, or in their place L and the inverse, and numbers of rows."""
-        BT = case.BT
-        return max(2 * BT * case.problem.KP * 2, Blocks.size(BT) + Inverse.size(BT)) + 6 * BT * 4
+        BT, p = case.BT, case.problem
+        rows = BT * p.KP * 2 * (1 + p.l2norm)
+        return BOARD_BYTES + max(rows, Blocks.size(BT) + Inverse.size(BT)) + 6 * BT * 4
 
     @classmethod
     def default(cls, case: Case) -> Config:
@@ -81,8 +86,8 @@ default = InverseConfig.default
 
 
 def cost(case: Case, sizes: Mapping[str, int]) -> Cost:
-    """Every tensor once; two products over K, an inverse."""
-    return prepare_cost(case, sizes, INPUTS | OUTPUTS)
+    """Every tensor once; a product over K, an inverse."""
+    return prepare_cost(case, sizes, INPUTS | OUTPUTS, products=1)
 
 
 STAGE = Stage(

@@ -11,7 +11,7 @@ and the inverse are fwd_prep's.
     phase            warps of 4                               barrier before it
     load_rows        q and k async, by all
     sum_head_gates   two: a thread a token, from all before
-    normalise        four: a sub-chunk's rows each, by mma    q and k have come
+    await_rows       four: norms of their rows, by mma        q and k have come
     issue_pairs      all, by wgmma                            norms written
     store_factors    all
     scale_pairs      all                                      rows have been read
@@ -44,19 +44,20 @@ import torch
 from kda_tl.core.stage import Case, Cost, Operands, Stage, tunable
 from kda_tl.templates.common.heads import HeadRows, Heads, split_block
 from kda_tl.templates.common.language import T
-from kda_tl.templates.common.tile import prim_func
+from kda_tl.templates.common.tile import L2NORM_EPS, prim_func
 from kda_tl.templates.sm90 import fwd_prep
-from kda_tl.templates.sm90.blocks import PAD, STORES, Blocks, gather_near, layout_product, put_far, put_near
+from kda_tl.templates.sm90.blocks import PAD, STORES, Blocks, gather_near, layout_product, pair_of, put_far, put_near
 from kda_tl.templates.sm90.fwd_prep import DEPENDS, RESERVED, TOLERANCE, WIDTHS
 from kda_tl.templates.sm90.gates import Chunk, Gate, find_step, sum_head_gates
 from kda_tl.templates.sm90.gdn_gradients import Interleaved, at_k, at_q, issue_rows
 from kda_tl.templates.sm90.hopper import FACTORS, GIVEN, SCALARS, TABLES, HopperConfig, count_bytes
 from kda_tl.templates.sm90.inverse import Inverse, begin_inverse, finish_inverse, invert_block
 from kda_tl.templates.sm90.prep import WARPGROUP
+from kda_tl.templates.sm90.ring import Slot
 from kda_tl.templates.sm90.rows import BC, NB
-from kda_tl.templates.sm90.warp import find_norms
+from kda_tl.templates.sm90.warp import find_norms, square_rows
 
-Q, K = range(2)  # whose rows are multiplied with keys
+QUERIES, KEYS = range(2)  # whose rows are multiplied with keys
 INPUTS = {**GIVEN, "chunk_tokens": TABLES["chunk_tokens"]}
 OUTPUTS = FACTORS
 
@@ -118,36 +119,62 @@ class Part:
         return self.tile[self.first + i]
 
 
+@dataclass(frozen=True)
+class Factors:
+    """What rows are multiplied with: those of q with the scale and their norms, those of k with their norms."""
+
+    tile: Any  # in shared memory
+    scale: Any
+    norms: bool  # whether rows are normalised here
+    early: bool = True  # whether all lie in the tile before products; else norms of keys come with these
+
+    @property
+    def known(self) -> bool:
+        """Whether they are the scale and one, and not in the tile."""
+        return not (self.early or self.norms)
+
+    def of_query(self, i: Any) -> Any:
+        """That of token i's."""
+        return self.scale if self.known else self.tile[at_q(i)]
+
+    def of_key(self, i: Any) -> Any:
+        """That of token i's."""
+        return 1.0 if self.known else self.tile[at_k(i)]
+
+
 @T.macro
-def normalise(p, rows, raw_beta, factor, scale, count):
-    """What rows are multiplied with, and step sizes, once the rows have come."""
+def await_rows(rows, factors):
+    """Until all rows have come, and have their factors if these are early.
+
+    Then constants lie in the tile, too: with the scale in a register fwd_gdn_pairs spills others, 84 us instead of 80.
+    """
     T.ptx_wait_group(0)
-    T.sync_threads()
-    first = 2 * rows.shape[1]
-    if raw_beta is not None:
-        for i in T.Parallel(rows.shape[1]):
-            factor[first + i] = T.if_then_else(i < count, find_step(p, raw_beta[i]), 0.0)
-    if p.l2norm:
-        find_norms(Interleaved(rows), T.get_thread_binding() // 32 * 32, factor, scale)
-    else:
-        for r in T.Parallel(first):
-            factor[r] = T.if_then_else(r // BC % 2 == 0, scale, 1.0)
+    if factors.early:
+        T.sync_threads()
+        if factors.norms:
+            find_norms(Interleaved(rows), T.get_thread_binding() // 32 * 32, factors.tile, factors.scale)
+        else:
+            for r in T.Parallel(2 * rows.shape[1]):
+                factors.tile[r] = T.if_then_else(r // BC % 2 == 0, factors.scale, 1.0)
     T.fence_proxy_async()
     T.sync_threads()
 
 
 @T.macro
 def issue_pairs(rows, of):
-    """Products of rows of q (0), of k (1) or of both with halves of the keys, on their way; None of others."""
-    BT = rows.shape[1]
+    """Products of the rows ``of`` queries, keys or both with halves of the keys, on their way; None of others.
+
+    ``rows`` may hold both, or keys alone.
+    """
+    BT, last = rows.shape[1], rows.shape[0] - 1
     HALF = BT // 2
-    tiles = [[T.alloc_fragment((BT, HALF), "float32") for _ in range(2)] if m in of else None for m in (Q, K)]
+    tiles = [[T.alloc_fragment((BT, HALF), "float32") for _ in range(2)] if m in of else None for m in (QUERIES, KEYS)]
     for m in of:
         T.annotate_layout(layout_product(*tiles[m]))
         for h in list(range(2)):
             T.wgmma_gemm(
-                rows[m, :, :],
-                rows[1, h * HALF : (h + 1) * HALF, :],
+                rows[m if m == QUERIES else last, :, :],
+                rows[last, h * HALF : (h + 1) * HALF, :],
                 tiles[m][h],
                 transpose_B=True,
                 clear_accum=True,
@@ -157,34 +184,74 @@ def issue_pairs(rows, of):
 
 
 @T.macro
-def await_pairs(tiles):
-    """Until products of rows are there, and rows have been read."""
+def _take_norms(squares, place, factor, tile):
+    """Norms of a warp's rows, times ``factor``, from those of their products in which the diagonal lies."""
+    lane, warp = T.get_thread_binding() % 32, T.get_thread_binding() // 32
+    if lane % 4 == lane // 8:
+        for h in T.unroll(2):
+            square = T.if_then_else(lane // 4 % 2 == 0, squares[2 * h], squares[2 * h + 1])
+            tile[place(warp * BC + 8 * h + lane // 4)] = T.rsqrt(square + L2NORM_EPS) * factor
+
+
+@T.macro
+def find_key_norms(pairs, factors):
+    """Factors of keys: norms are the diagonal of their pairs with each other."""
+    warp = T.get_thread_binding() // 32
+    squares = T.alloc_local((4,), "float32")
+    for h in list(range(2)):
+        for e in list(range(2)):
+            squares[2 * h + e] = pair_of(pairs, warp, 0, h, h, e)
+            for m in list(range(1, NB)):
+                squares[2 * h + e] = T.if_then_else(warp == m, pair_of(pairs, warp, m, h, h, e), squares[2 * h + e])
+    _take_norms(squares, at_k, 1.0, factors.tile)
+
+
+@T.macro
+def find_query_norms(rows, factors):
+    """Factors of queries, by each warp its rows."""
+    sums = T.alloc_local((8,), "float32")
+    squares = T.alloc_local((4,), "float32")
+    T.clear(sums)
+    square_rows(Slot(rows, QUERIES), T.get_thread_binding() // 32 * BC, sums, 0)
+    for h in T.unroll(2):
+        for e in T.unroll(2):
+            squares[2 * h + e] = sums[6 * h + e]
+    _take_norms(squares, at_q, factors.scale, factors.tile)
+
+
+@T.macro
+def await_pairs(tiles, factors):
+    """Until products of rows are there, with norms of keys if these are not early, and rows have been read."""
     T.wait_wgmma(0)
     for m in list(range(2)):
         if tiles[m] is not None:
             for h in list(range(2)):
                 T.warpgroup_fence_operand(tiles[m][h], num_regs=tiles[m][h].shape[1] // 2)
+    if factors.norms and not factors.early:
+        find_key_norms(tiles[KEYS], factors)
     T.sync_threads()
 
 
 @T.macro
-def scale_half(pairs, first, place, factor):
-    """Norms and the scale of half of the keys, from ``first`` on; ``place`` is that of a row's norm."""
+def scale_half(pairs, first, of_row, factors):
+    """Norms and the scale of half of the keys, from ``first`` on; ``of_row`` gives a row's."""
     for i, j in T.Parallel(*pairs.shape):
-        pairs[i, j] = pairs[i, j] * (factor[place(i)] * factor[at_k(j + first)])
+        pairs[i, j] = pairs[i, j] * (of_row(i) * factors.of_key(j + first))
 
 
 @T.macro
-def scale_pairs(tiles, factor):
+def scale_pairs(tiles, factors):
     """What value heads that share rows share of their pairs, but for the half that write_pairs passes over."""
     half, warp = T.alloc_var("int32"), T.alloc_var("int32")
     half = T.get_thread_binding() // (WARPGROUP // 2)
     warp = T.get_thread_binding() // 32
     for m in list(range(2)):
         if tiles[m] is not None:
-            scale_half(tiles[m][0], 0, (at_q, at_k)[m], factor)
-            if half > 0:
-                scale_half(tiles[m][1], tiles[m][1].shape[1], (at_q, at_k)[m], factor)
+            of_row = (factors.of_query, factors.of_key)[m]
+            if not factors.known:
+                scale_half(tiles[m][0], 0, of_row, factors)
+                if half > 0:
+                    scale_half(tiles[m][1], tiles[m][1].shape[1], of_row, factors)
             gather_near(tiles[m], warp)
 
 
@@ -207,18 +274,18 @@ def write_pairs(tiles, G, b_factor, queries, keys):
 
 
 @T.macro
-def store_factors(rows, G, factor, at, written):
+def store_factors(rows, G, factors, at, written):
     """The factors of a chunk's rows, to memory."""
     BT, KP, io, f32 = G.shape[0], rows.shape[2], rows.dtype, "float32"
     last = G[BT - 1]
     for i, j in T.Parallel(BT, KP):
-        query = factor[at_q(i)] * T.exp2(G[i])
+        query = factors.of_query(i) * T.exp2(G[i])
         written.qg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[0, i, j], f32) * query, io)
     for i, j in T.Parallel(BT, KP):
-        key = factor[at_k(i)] * -T.exp2(G[i])
+        key = factors.of_key(i) * -T.exp2(G[i])
         written.k_neg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[1, i, j], f32) * key, io)
     for i, j in T.Parallel(BT, KP):
-        key = factor[at_k(i)] * T.exp2(last - G[i])
+        key = factors.of_key(i) * T.exp2(last - G[i])
         written.kg[at.i_t, at.i_hv, i, j] = T.cast(T.cast(rows[1, i, j], f32) * key, io)
     for j in T.Parallel(KP):
         written.decay[at.i_t, at.i_hv, j] = T.exp2(last)
@@ -238,7 +305,7 @@ def load_rows(x, start, count, i_head, rows, n):
 @T.macro
 def alloc_pairs(BT, of):
     """Aqk, if it is made, padded so that its tokens lie in different banks, and L."""
-    queries = T.alloc_shared((BT, BT + PAD), "bfloat16") if Q in of else None
+    queries = T.alloc_shared((BT, BT + PAD), "bfloat16") if QUERIES in of else None
     return queries, Blocks.alloc(BT)
 
 
@@ -277,14 +344,16 @@ def prepare(case, x, at, scalars, store, written):
     half = T.alloc_shared((1,), f32)
     G = T.alloc_shared((BT,), f32)
     sum_head_gates(Gate(p), x.g, x.A_log, x.dt_bias, lower_bound, at, half, G)
-    factor = T.alloc_shared((3 * BT,), f32)
-    b_factor = Part(factor, 2 * BT, BT)
-    normalise(p, rows, raw_beta, factor, scale, at.count)
-    tiles = issue_pairs(rows, (Q, K))
-    store(rows, G, factor, at, written)
-    queries, keys = alloc_pairs(BT, (Q, K))  # in the place of rows
-    await_pairs(tiles)
-    scale_pairs(tiles, factor)
+    numbers = T.alloc_shared((3 * BT,), f32)
+    factors, b_factor = Factors(numbers, scale, p.l2norm), Part(numbers, 2 * BT, BT)
+    for i in T.Parallel(BT):
+        numbers[b_factor.first + i] = T.if_then_else(i < at.count, find_step(p, raw_beta[i]), 0.0)
+    await_rows(rows, factors)
+    tiles = issue_pairs(rows, (QUERIES, KEYS))
+    store(rows, G, factors, at, written)
+    queries, keys = alloc_pairs(BT, (QUERIES, KEYS))  # in the place of rows
+    await_pairs(tiles, factors)
+    scale_pairs(tiles, factors)
     write_pairs(tiles, G, b_factor, queries, keys)
     T.sync_threads()  # the inverse may come where G is read
     inverse = begin_inverse(BT, written.A.dtype)
@@ -316,10 +385,10 @@ def build(case: Case, config: GdnPrepConfig) -> Any:
 default = GdnPrepConfig.default
 
 
-def prepare_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str]) -> Cost:
-    """Every tensor once; two products over K, an inverse."""
+def prepare_cost(case: Case, sizes: Mapping[str, int], tensors: Mapping[str, str], products: int = 2) -> Cost:
+    """Every tensor once; so many triangular products over K, an inverse."""
     BT, chunks = case.BT, sizes["NT"] * case.problem.HV
-    flops = chunks * (2 * BT * BT * case.problem.K + 2 * BT**3 // 3)
+    flops = chunks * (products * BT * BT * case.problem.K + 2 * BT**3 // 3)
     return Cost(bytes=count_bytes(case, sizes, tensors), flops=flops)
 
 

@@ -82,6 +82,7 @@ class GdnRecurrenceConfig(RecurrenceConfig):
 
     shares: bool = tunable(True, True, False)
     early: ClassVar[bool] = False  # all of a chunk comes at once
+    powers: ClassVar[int] = MULTIPLIED  # of a token, that are loaded
 
     def reject(self, case: Case) -> str | None:
         """As the base, and channels that lie in whole tiles, since the caller's rows are not padded."""
@@ -93,6 +94,11 @@ class GdnRecurrenceConfig(RecurrenceConfig):
     def registers(self) -> int | None:  # type: ignore[override]
         """Of a thread that multiplies."""
         return SHARING_REGISTERS if self.shares else None
+
+    @property
+    def pairs_stages(self) -> int:
+        """Slots of Aqk."""
+        return self.num_stages
 
     def rest_stages(self, case: Case) -> int:
         """Chunks of which all is loaded ahead."""
@@ -127,8 +133,28 @@ def load_chunk(z, x, i_t, i_h, tiles, slot, full, first, end):
     load_values(x.k, tiles.k, full, slot, first, end, i_k, 0)
     load_values(x.q, tiles.q, full, slot, first, end, i_k, 0)
     load_lower(x.A, i_t, i_h, tiles.A, slot, full)
-    load_lower(x.Aqk, i_t, i_h, tiles.Aqk, slot, full)
-    T.tma_copy(x.powers[i_t, i_h, :MULTIPLIED, :], tiles.powers[slot, :, :], barrier=full[slot])
+    if x.Aqk is not None:
+        load_lower(x.Aqk, i_t, i_h, tiles.Aqk, slot, full)
+    T.tma_copy(x.powers[i_t, i_h, : z.config.powers, :], tiles.powers[slot, :, :], barrier=full[slot])
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Pairs of queries, which come with the rest of a chunk, and powers that S^T Q^T is multiplied with."""
+
+    Aqk: Any
+    powers: Any
+
+    def await_slot(self, slot: Any, step: Any) -> Any:
+        """Waits for a chunk's. Their slot."""
+        return slot
+
+    def take_powers(self, like: Any, slot: Any, own_slot: Any) -> Any:
+        """A chunk's, one a column of ``like``, to registers."""
+        return take_powers(like, self.powers, slot, QUERY)
+
+    def release(self, own_slot: Any) -> Any:
+        """They have been read."""
 
 
 @T.macro
@@ -136,12 +162,13 @@ def alloc_tiles(z):
     """By the names of what they hold."""
     BT, K, io, stages = z.case.BT, z.case.problem.K, z.io, z.config.num_stages
     A_shared = T.alloc_shared((stages, BT, BT), io)
-    Aqk_shared = T.alloc_shared((stages, BT, BT), io)
+    Aqk_shared = T.alloc_shared((z.config.pairs_stages, BT, BT), io)
     q_shared = T.alloc_shared((stages, BT, K), io)
     k_shared = T.alloc_shared((stages, BT, K), io)
-    powers = T.alloc_shared((stages, MULTIPLIED, BT), "float32")
+    powers = T.alloc_shared((stages, z.config.powers, BT), "float32")
     start = alloc_slices(z)
-    return {"A": A_shared, "Aqk": Aqk_shared, "q": q_shared, "k": k_shared, "powers": powers, "start": start}
+    tiles = {"A": A_shared, "Aqk": Aqk_shared, "q": q_shared, "k": k_shared, "powers": powers, "start": start}
+    return {**tiles, "queries": Queries(Aqk_shared, powers)}
 
 
 @T.macro
@@ -169,10 +196,8 @@ def finish_chunk(z, r, tiles, slot, step):
     """
     kept = T.alloc_fragment(r.value.shape, z.io)  # what of the values the state takes
     decay = T.alloc_var("float32")
-    state = r.state[0]
-    pairs_slot, pairs_phase = (slot, 0) if tiles.made is None else tiles.made.place_to_read(step)
-    if tiles.made is not None:
-        tiles.made.wait(pairs_slot, pairs_phase)
+    state, queries = r.state[0], tiles.queries
+    own_slot = queries.await_slot(slot, step)
     decay = tiles.powers[slot, LAST, 0]
     end = take_powers(r.value, tiles.powers, slot, END)
     T.wgmma_gemm(r.value_io, tiles.A[slot, :, :], r.value, transpose_B=True, clear_accum=True, policy=T.BY_ROWS)
@@ -183,21 +208,20 @@ def finish_chunk(z, r, tiles, slot, step):
     T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.value.shape):
         kept[i, j] = T.cast(r.value[i, j] * end[i, j], z.io)
-    query = take_powers(r.output, tiles.powers, slot, QUERY)
+    query = queries.take_powers(r.output, slot, own_slot)
     T.wgmma_gemm(kept, tiles.k[slot, :, :], state, policy=T.BY_ROWS)
     T.copy(r.value, r.value_io)
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.output.shape):
         r.output[i, j] = r.output[i, j] * query[i, j]
-    T.wgmma_gemm(r.value_io, tiles.Aqk[pairs_slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
+    T.wgmma_gemm(r.value_io, queries.Aqk[own_slot, :, :], r.output, transpose_B=True, policy=T.BY_ROWS)
     T.wait_wgmma(1)  # not across the loop's end, see outputs.compute_output
     T.warpgroup_fence_operand(state, num_regs=state.shape[1] // 2)
     T.copy(state, r.state_io)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(r.output, num_regs=z.case.BT // 2)
-    if tiles.made is not None:
-        tiles.made.release(pairs_slot)
+    queries.release(own_slot)
 
 
 ROW_PRODUCTS = Products(

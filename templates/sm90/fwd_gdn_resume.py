@@ -31,7 +31,7 @@ from kda_tl.templates.common.tile import TL_DTYPE, prim_func
 from kda_tl.templates.sm90 import fwd_recurrence
 from kda_tl.templates.sm90.bwd_gdn_scan import find_values, take_values
 from kda_tl.templates.sm90.chain import REGISTERS, Slot, alloc_tiles, start_between
-from kda_tl.templates.sm90.fwd_gdn_recurrence import finish_chunk, finish_values, issue_values
+from kda_tl.templates.sm90.fwd_gdn_recurrence import Queries, finish_chunk, finish_values, issue_values
 from kda_tl.templates.sm90.fwd_recurrence import recurrence_cost
 from kda_tl.templates.sm90.hopper import BOUNDS, PAIRS, TABLES
 from kda_tl.templates.sm90.outputs import OUTPUTS, states_bytes
@@ -112,7 +112,7 @@ def load(case, x, tiles, rows, outputs, w):
             one, turn = outputs.place_to_fill(c - w.passed)
             outputs.acquire(one, turn)
             load_values(x.q, tiles.q.tile, outputs.full, one, row, w.end, i_k, 0)
-            load_lower(x.Aqk, i_t, w.i_h, tiles.Aqk.tile, one, outputs.full)
+            load_lower(x.Aqk, i_t, w.i_h, tiles.queries.Aqk.tile, one, outputs.full)
             outputs.commit(one)
 
 
@@ -218,8 +218,9 @@ def build(case: Case, config: GdnResumeConfig) -> Any:
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(of_rows.A, Aqk_shared) | layout_values(o_shared))
             store_constants([of_rows.A, Aqk_shared])
-            beside = {"q": Slot(of_rows.q), "Aqk": Slot(Aqk_shared), "o": o_shared, "h": h_shared}
-            tiles = SimpleNamespace(**{**vars(of_rows), **beside}, v=[of_rows.x], made=None)
+            queries = Queries(Slot(Aqk_shared), of_rows.powers)
+            beside = {"q": Slot(of_rows.q), "queries": queries, "o": o_shared, "h": h_shared}
+            tiles = SimpleNamespace(**{**vars(of_rows), **beside}, v=[of_rows.x])
             rows, outputs = Ring(full, empty), Ring(outputs_full, outputs_empty)
 
             first, chunks, passed, start, end, i_n, edge = find_forwards(x, i_s, i_h, True)

@@ -367,7 +367,7 @@ def recur(z, load_state, i_block, blocks, x):
     T.annotate_layout(layout_lower(*triangles) | layout_values(*v_shared, *o_shared))
     store_constants(triangles, found.get("identity"), found["Aqk"] if z.products.make is not None else None)
 
-    found = {"start": [None] * groups, "made": None} | found
+    found = {"start": [None] * groups} | found
     tiles = SimpleNamespace(v=v_shared, o=o_shared, h=h_shared, **found)  # v, o, h and start one a warpgroup
     first_ring, rest_ring = Ring(first_full, first_empty), Ring(rest_full, rest_empty)
     if thread < WARPGROUP:

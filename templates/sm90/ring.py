@@ -50,3 +50,24 @@ class Ring:
     def release(self, slot: Any) -> Any:
         """Consumer: the slot has been read."""
         return T.barrier_arrive(self.empty[slot])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tile of a ring."""
+
+    tiles: Any
+    slot: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.tiles.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        """Of the elements."""
+        return self.tiles.dtype
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        return self.tiles[(self.slot, *at)]

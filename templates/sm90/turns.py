@@ -9,6 +9,7 @@ from kda_tl.templates.common.heads import divide, split_block
 from kda_tl.templates.common.language import T
 from kda_tl.templates.sm90.gates import Chunk
 
+BOARD_BYTES = 1056  # that a board takes at most: rows behind it begin at a multiple of 1024
 FINDS = 64  # the thread that finds a block's next turn: of a warp that does not sum gates
 
 

@@ -72,6 +72,22 @@ def _take_right(both, row, column, factor, two, right):
 
 
 @T.macro
+def square_rows(rows, first, sums, at):
+    """Adds products of 16 rows of a tile with each other, in the matrix unit's order: of columns 0 to 7 to sums[at:],
+    and behind them of the others. Squares of rows are the diagonal.
+    """
+    left = T.alloc_local((8,), rows.dtype)
+    right = T.alloc_local((4,), rows.dtype)
+    for c in T.unroll(rows.shape[1] // 16):
+        _take_left(rows, first, c * 16, left)
+        for n in T.unroll(2):
+            for m in T.unroll(2):
+                for e in T.vectorized(2):
+                    right[2 * m + e] = left[4 * m + 2 * n + e]
+            multiply(left, right, sums, 0, at + 4 * n)
+
+
+@T.macro
 def find_norms(rows, first, factor, scale):
     """What rows of q and k are multiplied with, q's with scale too: norms are the diagonal of rows times rows.
 
@@ -81,18 +97,10 @@ def find_norms(rows, first, factor, scale):
     thread = T.get_thread_binding()
     g = thread % 32 // 4
     t = thread % 4 * 2
-    left = T.alloc_local((8,), rows.dtype)
-    right = T.alloc_local((4,), rows.dtype)
     sums = T.alloc_local((16,), "float32")
     T.clear(sums)
     for h in T.unroll(2):  # q, then k
-        for c in T.unroll(rows.shape[1] // 16):
-            _take_left(rows, first + h * 16, c * 16, left)
-            for n in T.unroll(2):
-                for m in T.unroll(2):
-                    for e in T.vectorized(2):
-                        right[2 * m + e] = left[4 * m + 2 * n + e]
-                multiply(left, right, sums, 0, 8 * h + 4 * n)
+        square_rows(rows, first + h * 16, sums, 8 * h)
     if t // 2 == g // 2:
         for h in T.unroll(2):
             for n in T.unroll(2):

@@ -70,7 +70,7 @@ class EmulatedKernel(Kernel):
     def launch(self, tensors: Mapping[str, Any], outputs: Sequence[Tensor | None], device: torch.device) -> None:
         """See :meth:`kda_tl.runtime.compile.Kernel.launch`."""
         given = dict(tensors) | dict(zip(self.stage.outputs, outputs, strict=True))
-        (tokens, H, _), (_, HV, _) = given["q"].shape, given["g"].shape
+        (tokens, H, _), (_, HV, _) = given["k"].shape, given["g"].shape
         given |= {"H": H, "HV": HV, "NT": len(given["chunk_tokens"]), "tokens": tokens}
         resident = RESIDENT.get(self.stage.name)
         most = self.case.device.num_sms * (getattr(self.config, resident) if resident else 1 << 16)

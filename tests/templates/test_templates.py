@@ -321,6 +321,9 @@ def test_default_compiles_for_sm_90a(
     source, resources = result
     assert f"{stage.name}_kernel(" in source
     assert resources.get("smem_bytes", 0) <= H200.smem_bytes, f"{setup} would be refused at the launch"
+    case = hopper_case(setup)
+    if promised := getattr(stage.default(case), "smem_bytes", None):
+        assert resources["smem_bytes"] <= promised(case), f"{setup}: fewer blocks run at once than it says"
 
 
 @stages
