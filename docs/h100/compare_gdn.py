@@ -4,8 +4,9 @@ A part alone: ``--only train``, ``--rows 0 2`` or ``--rows 16/64-2048x4`` (H / H
 other shape. Gates of a token are log sigmoid(x), x normal, times a factor of ``--gates``; ``layer`` are those that
 layers of Gated DeltaNet begin with, -A softplus(x + b), A from 0 to 16 and softplus(b) from .001 to .1, a head each.
 
-FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. CUDA graphs, a
-cold L2, medians of 20 replays. A training step is the forward and all gradients; its forward is timed alone too.
+FlashQLA's inputs: normalised q and k, a log gate in fp32, initial and final state, K = V = 128, bf16. With ``--norms``
+q and k are normalised by the call instead (use_qk_l2norm_in_kernel). CUDA graphs, a cold L2, medians of 20 replays. A
+training step is the forward and all gradients; its forward is timed alone too.
 FlashInfer has a forward only.
 MiB: memory at a call's peak.
 """
@@ -82,9 +83,10 @@ def choose(only: str | None, rows: list[str] | None) -> dict[str, tuple[Shape, .
     return {part: (*(shapes[n] for n in places if n < len(shapes)), *named) for part, shapes in parts.items()}
 
 
-def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan:
+def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str, norms: bool) -> Plan:
     """The default of a pipeline."""
     given = {"scalar_gate": True, "gate": "log", "g_dtype": "fp32", "initial_state": True, "final_state": True}
+    given |= {"l2norm": norms}
     problem = Problem(
         H=H, HV=HV, K=128, V=128, tokens=tokens, operator="chunk_gated_delta_rule", direction=direction, **given
     )
@@ -92,7 +94,14 @@ def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str) -> Plan
 
 
 def draw(
-    H: int, HV: int, tokens: int, batch: int, gates: str = "1", seed: int = 1, device: str = "cuda"
+    H: int,
+    HV: int,
+    tokens: int,
+    batch: int,
+    gates: str = "1",
+    seed: int = 1,
+    device: str = "cuda",
+    normalised: bool = True,
 ) -> list[torch.Tensor]:
     """q, k, v, g, beta and the initial state."""
     rng = torch.Generator(device).manual_seed(seed)
@@ -100,7 +109,10 @@ def draw(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng, device=device)
 
-    q, k = (torch.nn.functional.normalize(normal(batch, tokens, H, 128), dim=-1).bfloat16() for _ in range(2))
+    q, k = (normal(batch, tokens, H, 128) for _ in range(2))
+    if normalised:
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    q, k = q.bfloat16(), k.bfloat16()
     v = normal(batch, tokens, HV, 128).bfloat16()
     g = normal(batch, tokens, HV)
     if gates == "layer":
@@ -150,7 +162,9 @@ def load_peer(name: str) -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
-def bind_flashinfer(operator: Callable[..., Any], x: list[torch.Tensor]) -> Callable[[], tuple[torch.Tensor, ...]]:
+def bind_flashinfer(
+    operator: Callable[..., Any], x: list[torch.Tensor], norms: bool
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     """A call of FlashInfer's forward: tokens in a row, gates as factors, states [V, K]; made so before, not in it."""
     batch, tokens, HV, _ = x[2].shape
     q, k, v, g, beta = (y.flatten(0, 1).contiguous() for y in x[:5])
@@ -160,6 +174,7 @@ def bind_flashinfer(operator: Callable[..., Any], x: list[torch.Tensor]) -> Call
     def run() -> tuple[torch.Tensor, ...]:
         ht = torch.empty_like(h0)
         options = {"initial_state": h0, "output_final_state": True, "output_state": ht, "max_seqlen": tokens}
+        options["use_qk_l2norm_in_kernel"] = norms
         o, ht = operator(q, k, v, factors, steps, cu_seqlens=bounds, **options)
         return o.view(batch, tokens, HV, -1), ht.mT
 
@@ -173,6 +188,7 @@ def main() -> None:
     parser.add_argument("--only", choices=tuple(SHAPES), help="one part instead of both")
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows of each part: indices from 0, or names")
     parser.add_argument("--gates", nargs="+", default=["1"], help="factors, or layer")
+    parser.add_argument("--norms", action="store_true", help="q and k are normalised by the call")
     parser.add_argument("--pipelines", nargs="+", help="these alone; results are compared with the last one's")
     args = parser.parse_args()
     try:
@@ -182,15 +198,17 @@ def main() -> None:
     ours, peers = kda_tl.chunk_gated_delta_rule, {name: load_peer(name) for name in args.peers}
     versions = {"torch": torch.__version__, "tilelang": tilelang.__version__, "python": platform.python_version()}
     gpu, today = torch.cuda.get_device_name(), str(datetime.date.today())
-    report: dict[str, Any] = {"gpu": gpu, **versions, "date": today, "about": __doc__, "fwd": [], "train": []}
+    report: dict[str, Any] = {"gpu": gpu, **versions, "date": today, "about": __doc__, "norms": args.norms}
+    report |= {"fwd": [], "train": []}
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for direction, shapes in chosen.items():
         for (H, HV, tokens, batch), gates in itertools.product(shapes, args.gates):
-            x = draw(H, HV, tokens, batch, gates)
+            x = draw(H, HV, tokens, batch, gates, normalised=not args.norms)
             leaves = [y.requires_grad_(direction == "train") for y in x]
             seeds = [torch.randn_like(x[2]), 0.1 * torch.randn_like(x[5])]
 
             def call(operator: Callable[..., Any], x: list[Any] = x, **flags: Any) -> Any:
+                flags["use_qk_l2norm_in_kernel"] = args.norms
                 return operator(*x[:5], initial_state=x[5], output_final_state=True, **flags)
 
             def forward(operator: Callable[..., Any], leaves: list[Any] = leaves) -> Any:
@@ -207,7 +225,7 @@ def main() -> None:
             for name in PIPELINES["fwd" if direction == "fwd" else "bwd"]:
                 if args.pipelines and name not in args.pipelines:
                     continue
-                plan = plan_of(H, HV, tokens * batch, "fwd" if direction == "fwd" else "bwd", name)
+                plan = plan_of(H, HV, tokens * batch, "fwd" if direction == "fwd" else "bwd", name, args.norms)
                 with kda_tl.pin(plan):
                     found[name] = [y.double() for y in run(ours)]
                     row[name] = time_us(lambda run=run: run(ours), flush)
@@ -225,7 +243,7 @@ def main() -> None:
                     )
             row["difference"] = max(relative_error(a, b) for a, b in zip(first, staged, strict=True))
             for name, peer in others.items():
-                launch = bind_flashinfer(peer, x) if name == "FlashInfer" else functools.partial(run, peer)
+                launch = bind_flashinfer(peer, x, args.norms) if name == "FlashInfer" else functools.partial(run, peer)
                 try:
                     row[name] = time_us(launch, flush)
                 except Exception as error:  # peers raise what they like; the other rows are wanted all the same
