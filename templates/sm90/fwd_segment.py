@@ -93,12 +93,12 @@ class FwdSegmentConfig(RecurrenceConfig):
         return WARPGROUP * self.BK // ROWS
 
     def smem_bytes(self, case: Case) -> int:
-        """The tiles of every stage, what is left of rows in each, two barriers a stage and whether it is the last; and
-        rows on their way to memory.
+        """The tiles of every stage, what is left of rows in each, two barriers a stage and whether it is the last; rows
+        on their way to memory; and gaps, since tiles begin at multiples of some hundred bytes.
         """
         BT, KP = case.BT, case.problem.KP
         stage = BT * (self.BV + BT + 2 * KP) * 2 + KP * 4 + self.BK * 4 + 20
-        return self.num_stages * stage + self.BK * (KP + ROW_PAD) * 2
+        return self.num_stages * stage + self.BK * (KP + ROW_PAD) * 2 + 1024
 
 
 def build(case: Case, config: FwdSegmentConfig) -> Any:
