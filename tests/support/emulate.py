@@ -22,7 +22,7 @@ from kda_tl.runtime.lower import generate_source
 HEADER = Path(__file__).with_name("emulated.h")
 SIZES = "H", "HV", "NT", "tokens"
 RESIDENT = {"fwd_gdn_pairs": "resident", "fwd_gdn_inverse": "blocks"}  # what of a config counts blocks that take turns
-WRONG_NAMES = {"d_o": "do"}  # do is a word of C
+WRONG_NAMES = {"d_o": "do", "factor": "scale"}  # do is a word of C; a number gets the name of a macro's parameter
 
 
 class EmulatedKernel(Kernel):
