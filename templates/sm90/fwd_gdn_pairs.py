@@ -35,16 +35,12 @@ from kda_tl.templates.common.language import T
 from kda_tl.templates.common.tile import FORGOTTEN, L2NORM_EPS, RCP_LN2, prim_func
 from kda_tl.templates.sm90 import fwd_prep
 from kda_tl.templates.sm90.blocks import STORES
+from kda_tl.templates.sm90.factors import KEYS, QUERIES, Factors, await_rows, find_query_norms
 from kda_tl.templates.sm90.fwd_gdn_prep import (
-    KEYS,
-    QUERIES,
-    Factors,
     GdnPrepConfig,
     Part,
     alloc_pairs,
     await_pairs,
-    await_rows,
-    find_query_norms,
     issue_pairs,
     load_rows,
     prepare_cost,
