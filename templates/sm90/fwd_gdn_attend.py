@@ -127,7 +127,7 @@ def alloc_tiles(z):
     tiles = ROW_PRODUCTS.alloc_tiles(z)
     made_full = T.alloc_barrier(arrive_count=[WARPGROUP] * MADE)
     made_empty = T.alloc_barrier(arrive_count=[z.config.consumers] * MADE)
-    return {**tiles, "queries": MadeQueries(tiles["Aqk"], tiles["powers"], Ring(made_full, made_empty))}
+    return {**tiles, "queries": MadeQueries(tiles["Aqk"], Ring(made_full, made_empty))}
 
 
 @dataclass(frozen=True)

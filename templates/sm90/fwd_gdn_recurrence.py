@@ -140,18 +140,13 @@ def load_chunk(z, x, i_t, i_h, tiles, slot, full, first, end):
 
 @dataclass(frozen=True)
 class Queries:
-    """Pairs of queries, which come with the rest of a chunk, and powers that S^T Q^T is multiplied with."""
+    """Pairs of queries, which come with the rest of a chunk."""
 
     Aqk: Any
-    powers: Any
 
     def await_slot(self, slot: Any, step: Any) -> Any:
         """Waits for a chunk's. Their slot."""
         return slot
-
-    def take_powers(self, like: Any, slot: Any, own_slot: Any) -> Any:
-        """A chunk's, one a column of ``like``, to registers."""
-        return take_powers(like, self.powers, slot, QUERY)
 
     def release(self, own_slot: Any) -> Any:
         """They have been read."""
@@ -168,7 +163,7 @@ def alloc_tiles(z):
     powers = T.alloc_shared((stages, z.config.powers, BT), "float32")
     start = alloc_slices(z)
     tiles = {"A": A_shared, "Aqk": Aqk_shared, "q": q_shared, "k": k_shared, "powers": powers, "start": start}
-    return {**tiles, "queries": Queries(Aqk_shared, powers)}
+    return {**tiles, "queries": Queries(Aqk_shared)}
 
 
 @T.macro
@@ -208,7 +203,7 @@ def finish_chunk(z, r, tiles, slot, step):
     T.warpgroup_fence_operand(r.value, num_regs=z.case.BT // 2)
     for i, j in T.Parallel(*r.value.shape):
         kept[i, j] = T.cast(r.value[i, j] * end[i, j], z.io)
-    query = queries.take_powers(r.output, slot, own_slot)
+    query = take_powers(r.output, tiles.powers, slot, QUERY)
     T.wgmma_gemm(kept, tiles.k[slot, :, :], state, policy=T.BY_ROWS)
     T.copy(r.value, r.value_io)
     T.wait_wgmma(1)

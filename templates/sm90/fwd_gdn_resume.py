@@ -218,7 +218,7 @@ def build(case: Case, config: GdnResumeConfig) -> Any:
             thread = T.get_thread_binding()
             T.annotate_layout(layout_lower(of_rows.A, Aqk_shared) | layout_values(o_shared))
             store_constants([of_rows.A, Aqk_shared])
-            queries = Queries(Slot(Aqk_shared), of_rows.powers)
+            queries = Queries(Slot(Aqk_shared))
             beside = {"q": Slot(of_rows.q), "queries": queries, "o": o_shared, "h": h_shared}
             tiles = SimpleNamespace(**{**vars(of_rows), **beside}, v=[of_rows.x])
             rows, outputs = Ring(full, empty), Ring(outputs_full, outputs_empty)

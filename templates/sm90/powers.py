@@ -17,7 +17,7 @@ from kda_tl.templates.common.language import T
 
 POWERS = 7
 START, QUERY, END, LAST, GATE, QUERY_NORM, KEY_NORM = range(POWERS)  # which
-KEY_GATE = KEY_NORM  # in its place for fwd_gdn_attend: H = G - log2 rk, of which G = -9600 leaves 5e-4
+KEY_GATE = KEY_NORM  # in its place for fwd_gdn_attend: H = G - log2 rk, which is rounded by 5e-4 at G = -9600
 MULTIPLIED = 4  # of these, what a recurrence multiplies with
 GIVEN_ROWS = {"q": "tokens H K : io", "k": "tokens H K : io"}
 
