@@ -134,9 +134,9 @@ def alloc_tiles(z):
 class Decays:
     """What a thread knows of its pairs, see blocks: two rows, 8 apart, and of a block four keys."""
 
-    near: Any  # G of its rows, and that of keys of its warp's block
+    near: Any  # G of its rows, and H of keys of its warp's block
     rows: Any  # what its rows are multiplied with, and that times their powers
-    keys: Any  # powers of earlier keys
+    keys: Any  # powers of earlier keys, with their norms
 
     @classmethod
     def alloc(cls) -> "Decays":
