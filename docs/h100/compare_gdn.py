@@ -44,6 +44,7 @@ PEERS = ("FLA", "FlashQLA", "FlashInfer")
 SHAPES = {"fwd": ROWS, "train": TRAINED}
 PIPELINES = {
     "fwd": (
+        "gdn_attend",
         "gdn_pairs",
         *(f"gdn_pairs_segments_{n}" for n in (4, 8, 16)),
         "gdn_recurrence",
@@ -83,13 +84,13 @@ def choose(only: str | None, rows: list[str] | None) -> dict[str, tuple[Shape, .
     return {part: (*(shapes[n] for n in places if n < len(shapes)), *named) for part, shapes in parts.items()}
 
 
-def plan_of(H: int, HV: int, tokens: int, direction: str, pipeline: str, norms: bool) -> Plan:
-    """The default of a pipeline."""
+def plan_of(shape: Shape, direction: str, pipeline: str, norms: bool) -> Plan:
+    """The default of a pipeline for a shape."""
+    H, HV, tokens, batch = shape
     given = {"scalar_gate": True, "gate": "log", "g_dtype": "fp32", "initial_state": True, "final_state": True}
-    given |= {"l2norm": norms}
-    problem = Problem(
-        H=H, HV=HV, K=128, V=128, tokens=tokens, operator="chunk_gated_delta_rule", direction=direction, **given
-    )
+    given |= {"operator": "chunk_gated_delta_rule", "direction": direction, "l2norm": norms}
+    lengths = {"tokens": tokens * batch, "sequences": batch, "longest": tokens}
+    problem = Problem(H=H, HV=HV, K=128, V=128, **lengths, **given)
     return pipeline_defaults(pipeline, Case(problem=problem, device=current_device(), BT=64, BC=16))
 
 
@@ -225,7 +226,8 @@ def main() -> None:
             for name in PIPELINES["fwd" if direction == "fwd" else "bwd"]:
                 if args.pipelines and name not in args.pipelines:
                     continue
-                plan = plan_of(H, HV, tokens * batch, "fwd" if direction == "fwd" else "bwd", name, args.norms)
+                shape = (H, HV, tokens, batch)
+                plan = plan_of(shape, "fwd" if direction == "fwd" else "bwd", name, args.norms)
                 with kda_tl.pin(plan):
                     found[name] = [y.double() for y in run(ours)]
                     row[name] = time_us(lambda run=run: run(ours), flush)
